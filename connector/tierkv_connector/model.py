@@ -1,0 +1,75 @@
+"""The identity of the model that an engine runs, read from vLLM's configuration."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from tierkv.config import default_disk_dir
+from tierkv.identity import FileHashes, directory_digests, identity_digest
+
+logger = logging.getLogger("tierkv")
+
+#: Weights that are not read from files on this machine, or not as they are there.
+_NO_FILES = ("dummy", "tensorizer", "runai_streamer", "runai_streamer_sharded", "sharded_state")
+
+
+class UnknownIdentityError(Exception):
+    """The weights cannot be named by their content; the message says why."""
+
+
+def resolve_identity(vllm_config: Any) -> bytes:
+    """Return the 32-byte identity of the engine's model. Reads every weight file that is not remembered.
+
+    Raises:
+        UnknownIdentityError: the weights cannot be named by their content.
+    """
+    model = vllm_config.model_config
+    load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
+    if load_format in _NO_FILES:
+        raise UnknownIdentityError(f"load_format={load_format!r} does not read the weights from files")
+    hashes = FileHashes(default_disk_dir() / "identity.json")
+    try:
+        files = directory_digests(_directory(model), hashes)
+    except (OSError, ValueError) as error:
+        raise UnknownIdentityError(str(error)) from None
+    hashes.save()
+    return identity_digest(files, _settings(vllm_config))
+
+
+def _directory(model: Any) -> Path:
+    """Return the directory of the model's files: as given, or its snapshot in the hub's cache."""
+    path = Path(model.model)
+    if path.is_file():
+        path = path.parent
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except Exception as error:
+        raise ValueError(f"the files of {model.model!r} are not on this machine: {error}") from None
+
+
+def _settings(vllm_config: Any) -> dict[str, Any]:
+    """Return what besides the files decides the KV of a prompt, as plain values."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "hf_overrides": _plain(getattr(model, "hf_overrides", None)),
+        "rope_parameters": _plain(getattr(model.hf_text_config, "rope_parameters", None)),
+        "cache_dtype": str(cache.cache_dtype),
+        "sliding_window": getattr(cache, "sliding_window", None),
+        "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)

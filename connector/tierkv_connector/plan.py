@@ -1,0 +1,115 @@
+"""Plans: the prefetch for one request, as an explicit state machine. Pure: no I/O, the clock is an argument.
+
+::
+
+    state      waits for                                   next
+    ---------  ------------------------------------------  -------------------------------------------------------
+    MATCHING   the server's answer to MATCH                FETCHING (something is stored), READY (nothing is, or
+                                                           the server is out), DONE (the request ended)
+    FETCHING   chunks on their way into slots              READY (all have arrived or are missed), DONE
+    READY      vLLM to use what is in the host pool        LOADING, DONE, MATCHING (planned again)
+    LOADING    the workers' copies to the GPU              DONE
+    DONE       nothing                                     MATCHING (planned again after a preemption)
+
+A plan never answers vLLM: the host index does. While a plan is MATCHING or FETCHING within its deadline, vLLM is told to
+ask again.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from tierkv.client import MatchReply
+from tierkv.hostindex import Entry, Fetch
+
+
+class State(Enum):
+    """What a request's plan is doing."""
+
+    MATCHING = auto()
+    FETCHING = auto()
+    READY = auto()
+    LOADING = auto()
+    DONE = auto()
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.MATCHING: frozenset({State.FETCHING, State.READY, State.LOADING, State.DONE}),
+    State.FETCHING: frozenset({State.READY, State.LOADING, State.DONE}),
+    State.READY: frozenset({State.LOADING, State.DONE, State.MATCHING}),
+    State.LOADING: frozenset({State.DONE}),
+    State.DONE: frozenset({State.MATCHING, State.LOADING}),
+}
+
+
+class Plan:
+    """The prefetch for one request.
+
+    Attributes:
+        state: what it is doing.
+        lane: the connection that its commands keep to.
+        deadline: monotonic time until which vLLM is asked to wait.
+        start, stop: the chunks it is about.
+        gpu_run: leading chunks that were on the GPU when it was made.
+        match: the outstanding MATCH, or None.
+        next: first chunk that has not been asked for by FETCH.
+        fetches: FETCH commands whose results have not been taken note of.
+        shared_waits: entries that another plan's fetch fills and that this one wants.
+        leased: entries that this plan keeps from eviction.
+    """
+
+    __slots__ = (
+        "deadline",
+        "fetches",
+        "gpu_run",
+        "lane",
+        "leased",
+        "match",
+        "next",
+        "shared_waits",
+        "start",
+        "state",
+        "stop",
+    )
+
+    def __init__(self, start: int, stop: int, gpu_run: int) -> None:
+        self.state = State.READY
+        self.lane = 0
+        self.deadline = 0.0
+        self.start = start
+        self.stop = stop
+        self.gpu_run = gpu_run
+        self.match: MatchReply | None = None
+        self.next = start
+        self.fetches: list[Fetch] = []
+        self.shared_waits: list[Entry] = []
+        self.leased: list[Entry] = []
+
+    def to(self, state: State) -> None:
+        """Move to ``state``. A transition that the table lacks is a fault of ours."""
+        if state is self.state:
+            return
+        assert state in TRANSITIONS[self.state], f"a plan went from {self.state.name} to {state.name}"
+        self.state = state
+
+    def pending(self, now: float) -> bool:
+        """Return whether vLLM should wait for it: something is on its way, within the deadline. Pure."""
+        if self.state not in (State.MATCHING, State.FETCHING) or now >= self.deadline:
+            return False
+        match = self.match
+        if match is not None and match.letters is None:
+            return True
+        if any(f.results is None for f in self.fetches):
+            return True
+        if any(e.state == Entry.FILLING and e.fetch is not None and e.fetch.results is None for e in self.shared_waits):
+            return True
+        matched = len(match.letters or b"") if match is not None else 0
+        return not self.failed() and self.next < min(self.stop, self.start + matched)
+
+    def failed(self) -> bool:
+        """Return whether a chunk that was asked for is missing: what comes after it is of no use."""
+        return any(f.results is not None and not _all_hits(f.results, len(f.entries)) for f in self.fetches)
+
+
+def _all_hits(results: bytes, count: int) -> bool:
+    return len(results) == count and not results.strip(b"ds")

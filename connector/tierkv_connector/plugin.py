@@ -1,0 +1,11 @@
+"""The entry point of the group ``vllm.general_plugins``: vLLM loads it in every process."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Tell vLLM's factory about the connector, once a process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if "TierKVConnector" not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector("TierKVConnector", "tierkv_connector.connector", "TierKVConnector")

@@ -1,0 +1,704 @@
+"""The scheduler half: plans prefetches, answers vLLM from the host index, plans copies, sends stores.
+
+Runs on vLLM's scheduler thread and does no I/O on it: commands are queued for the store client's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tierkv import __version__
+from tierkv.client import StoreClient
+from tierkv.config import (
+    COMMAND_NBYTES,
+    LINGER_S,
+    MAX_PLANS,
+    PLAN_NBYTES,
+    PROTOCOL_VERSION,
+    STORE_NBYTES,
+    EngineConfig,
+    ServerConfig,
+    shared_digest,
+)
+from tierkv.errors import ConfigError
+from tierkv.hostindex import Entry, Fetch, HostIndex
+from tierkv.keys import ANCHOR_SPAN, anchor_index, chain_keys, root_key, tenant_digest
+from tierkv.launcher import Launcher
+from tierkv.layout import Namespace, Shard
+from tierkv.messages import Hello, HostEntry, HostStat, StoreItem
+from tierkv.pool import HostPool
+from tierkv.rendezvous import Offer, get_pool
+from tierkv_connector.compat import GpuCache, block_ids_of, is_plain_prompt, new_blocks, scheduled
+from tierkv_connector.metadata import LoadJob, Piece, StoreJob, TierKVMetadata, TierKVWorkerMetadata
+from tierkv_connector.model import UnknownIdentityError, resolve_identity
+from tierkv_connector.plan import Plan, State
+
+logger = logging.getLogger("tierkv")
+
+#: An engine's start waits this long for the hash of its model; after that it serves from GPU and host meanwhile.
+IDENTITY_WAIT_S = 15.0
+#: Waiting requests whose GPU prefix is looked at again in one step.
+_REPLAN_CHECKS = 16
+
+
+class RequestState:
+    """What is known of a request from when it is added until it finishes."""
+
+    __slots__ = (
+        "asked",
+        "epoch",
+        "keys",
+        "load",
+        "no_load",
+        "plan",
+        "request",
+        "root",
+        "shareable",
+        "store_next",
+        "tenant",
+    )
+
+    def __init__(self, request: Any, root: bytes, keys: list[bytes], tenant: bytes, epoch: int, shareable: bool):
+        self.request = request
+        self.root = root
+        self.keys = keys
+        self.tenant = tenant
+        self.epoch = epoch
+        self.shareable = shareable
+        self.plan: Plan | None = None
+        self.load: list[Entry] | None = None  # pinned for the load under way
+        self.no_load = False  # a load failed: never offer this request one again
+        self.store_next: int | None = None  # first chunk whose store has not been planned; None before the first step
+        self.asked = False
+
+    def parent(self, i: int) -> bytes:
+        return self.keys[i - 1] if i else self.root
+
+    def anchor(self, i: int) -> bytes:
+        return self.keys[anchor_index(i)]
+
+
+class Scheduler:
+    """The engine's one scheduler half.
+
+    Args:
+        config: the engine's configuration.
+        vllm_config, kv_cache_config: vLLM's.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigError: the store server refuses this engine or cannot run as configured.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        engine_id = vllm_config.kv_transfer_config.engine_id
+        offer, fds = get_pool(engine_id)
+        self._setup(config, offer, HostPool.from_fds(offer.shape, fds), engine_id, clock)
+        self._hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or offer.layout.block_tokens
+        self._model = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
+        logger.info("TierKV %s: %s", __version__, config.describe())
+        self._start_identity(vllm_config)
+
+    def _setup(self, config: EngineConfig, offer: Offer, pool: HostPool, engine_id: str, clock: Any) -> None:
+        self.config = config
+        self.layout = offer.layout
+        self.pool = pool
+        self.index = HostIndex(pool)
+        self.client: StoreClient | None = None
+        self.counters: Counter[str] = Counter()
+        self.requests: dict[str, RequestState] = {}
+        self._engine_id = engine_id
+        self._clock = clock
+        self._gpu = GpuCache(None, offer.layout.block_tokens, offer.layout.block_tokens)
+        self._hash_tokens = offer.layout.block_tokens
+        self._model = ""
+        self._identity = secrets.token_bytes(32)  # until the content's is known: nobody else's
+        self._shareable = False
+        self._found: tuple[bytes, StoreClient | None] | None = None
+        self._epoch = 0
+        self._epoch_nonce = b""
+        self._plans: dict[str, Plan] = {}
+        self._fetch_nbytes = 0  # of FETCH commands whose slots the store server may still write
+        self._num_leased = 0  # slots that plans keep from eviction
+        self._fetching: list[Fetch] = []
+        self._loading: dict[bytes, float] = {}  # key -> monotonic time until which others wait for its load
+        self._ended_loads: dict[str, list[Entry]] = {}  # loads of requests that finished meanwhile
+        self._loads: list[LoadJob] = []
+        self._stores: dict[int, tuple[Entry, RequestState]] = {}
+        self._next_job = 0
+        self._store_queue = _Bytes()
+        self._waiting: dict[str, RequestState] = {}
+        self._closed = False
+
+    # -- start: identity and server
+
+    def _start_identity(self, vllm_config: Any) -> None:
+        """Find the model's identity and connect, in a thread; wait for it as long as a start may take."""
+        failure: list[ConfigError] = []
+        done = threading.Event()
+        late = threading.Event()
+
+        def work() -> None:
+            try:
+                identity = resolve_identity(vllm_config)
+                self._found = (identity, self._connect(identity))
+            except UnknownIdentityError as error:
+                logger.warning("%s: KV is kept on GPU and host only", error)
+            except ConfigError as error:
+                failure.append(error)
+                if late.is_set():
+                    logger.error("%s KV is kept on GPU and host only", error)
+            except Exception:
+                logger.exception("the model's identity could not be found: KV is kept on GPU and host only")
+            done.set()
+
+        threading.Thread(target=work, name="tierkv-identity", daemon=True).start()
+        if not done.wait(IDENTITY_WAIT_S):
+            late.set()
+            logger.warning("the model's weights are still being hashed: until then KV is kept on GPU and host only")
+        if failure:
+            self.close()
+            raise failure[0]
+        self._adopt_identity()
+
+    def _connect(self, identity: bytes) -> StoreClient | None:
+        if self.config.server == "off":
+            return None
+        config, launcher = self.config, None
+        if config.server == "auto":
+            launcher = Launcher(
+                ServerConfig(config.disk_dir, config.disk_bytes, config.shared_url, config.socket, LINGER_S)
+            )
+        hello = Hello(
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            engine_id=self._engine_id,
+            pid=os.getpid(),
+            namespace=Namespace(identity.hex(), self._model, self.layout, Shard()),
+            shape=self.pool.shape,
+            shared=shared_digest(config.shared_url) if launcher else None,
+            disk_bytes=config.disk_bytes if launcher else None,
+        )
+        client = StoreClient(config.socket, hello, self.pool.fds(), launcher, self._on_push)
+        welcome = client.start()
+        if welcome:
+            shared = f", shared {welcome.shared}" if welcome.shared else ""
+            logger.info("joined the store server of %s (pid %d)%s", welcome.disk_dir, welcome.pid, shared)
+        return client
+
+    def _adopt_identity(self) -> None:
+        """From now on new requests have keys that others understand."""
+        if self._found and not self._shareable:
+            self._identity, self.client = self._found
+            self._shareable = True
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """Take note of vLLM's block pool."""
+        self._gpu = GpuCache(block_pool, self.layout.block_tokens, self._hash_tokens)
+
+    # -- vLLM's calls
+
+    def on_new_request(self, request: Any) -> None:
+        """Compute the request's keys and start its plan."""
+        self._apply_replies()
+        self._adopt_identity()
+        if not is_plain_prompt(request):
+            return
+        state = self._new_state(request)
+        if state.keys:
+            self.requests[request.request_id] = state
+            self._waiting[request.request_id] = state
+            self._plan(state)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens past ``num_computed_tokens`` are in the host pool now, or None: ask again.
+
+        Pure: it allocates, pins, promotes, touches, sends and records nothing.
+        """
+        state = self.requests.get(request.request_id)
+        if state is None or state.no_load or state.epoch != self._epoch or request.skip_reading_prefix_cache:
+            return 0, False
+        size = self.layout.chunk_tokens
+        first = num_computed_tokens // size
+        stop = min(len(state.keys), (request.num_tokens - 1) // size)
+        if first >= stop:
+            return 0, False
+        now = self._clock()
+        if self._loading.get(state.keys[first], 0.0) > now:
+            return None, False
+        end = self.index.run_end(state.keys, first, stop)
+        plan = state.plan
+        if end < stop and plan is not None and plan.start <= end < plan.stop and plan.pending(now):
+            return None, False
+        num_tokens = end * size - num_computed_tokens
+        return (num_tokens, True) if num_tokens > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Pin what is to be loaded and plan the load; or take note that the request goes on without one."""
+        state = self.requests.get(request.request_id)
+        if state is None:
+            return
+        if num_external_tokens:
+            self._plan_load(state, blocks.get_block_ids()[0], num_external_tokens)
+        elif state.plan is not None and state.load is None:
+            self._end_plan(state)
+        self._waiting.pop(request.request_id, None)
+
+    def build_connector_meta(self, scheduler_output: Any) -> TierKVMetadata:
+        """Return this step's copies, and go on with the plans."""
+        self._apply_replies()
+        self._adopt_identity()
+        fence = new_blocks(scheduler_output) if self._stores else []
+        stores = self._plan_stores(scheduler_output)
+        loads, self._loads = self._loads, []
+        if fence or (loads and self._stores):
+            fence = fence + [b for job in loads for piece in job.pieces for b in piece.block_ids]
+        for req_id in scheduler_output.preempted_req_ids or ():
+            if (state := self.requests.get(req_id)) is not None and state.load is None:
+                self._waiting[req_id] = state
+                self._end_plan(state)
+                self._plan(state)
+        self._replan_waiting()
+        self._advance_plans()
+        return TierKVMetadata(loads, stores, fence)
+
+    def update_connector_output(self, loaded: set[str], report: TierKVWorkerMetadata | None) -> None:
+        """Take note of loads and copies that have ended; send what was copied to the store server."""
+        self._apply_replies()
+        failed = report.failed_loads if report else set()
+        for req_id in loaded:
+            self._load_ended(req_id, req_id in failed)
+        if report is None:
+            return
+        self.counters["load_nbytes"] += report.load_nbytes
+        self.counters["spill_nbytes"] += report.store_nbytes
+        copied = []
+        for job_id, num_ranks in report.stored.items():
+            if num_ranks < self.pool.shape.num_parts or job_id not in self._stores:
+                continue
+            entry, state = self._stores.pop(job_id)
+            if job_id in report.failed_stores:
+                self.index.drop(entry, filling=True)
+                self.index.stopped(entry)
+                continue
+            self.index.filled(entry, "host")
+            if entry.state == Entry.READY:
+                self.counters["spilled"] += 1
+                copied.append((entry, state))
+        self._send_stores(copied)
+
+    def request_finished(self, request: Any) -> None:
+        """Give back what the request held. A load under way goes on until the workers report it."""
+        state = self.requests.pop(request.request_id, None)
+        self._waiting.pop(request.request_id, None)
+        if state is None:
+            return
+        if state.load is not None:
+            self._ended_loads[request.request_id] = state.load
+        self._end_plan(state)
+
+    def has_pending_stores(self) -> bool:
+        """Return whether copies to the host pool are under way: vLLM is to keep stepping until they are reported."""
+        return bool(self._stores)
+
+    def reset_cache(self) -> None:
+        """Start a new epoch: nothing stored so far is answered any more, nothing of the old epoch is stored."""
+        for state in self.requests.values():
+            if state.load is None:
+                self._end_plan(state)
+        self.index.clear()
+        self._epoch += 1
+        self._epoch_nonce = secrets.token_bytes(16)
+        self._loading.clear()
+        logger.warning(
+            "the cache was reset: the host tier is empty, and what is computed from now on stays on this host"
+        )
+
+    def close(self) -> None:
+        """Leave the store server and unmap the pool. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        found = self._found[1] if self._found else None
+        for client in {c for c in (self.client, found) if c}:
+            client.close()
+        self.pool.close()
+
+    # -- plans
+
+    def _new_state(self, request: Any) -> RequestState:
+        tenant = (request.cache_salt or "").encode()
+        shareable = self._shareable and not self._epoch_nonce
+        root = root_key(self._identity, self._epoch_nonce, tenant)
+        keys = chain_keys(root, request.prompt_token_ids, self.layout.chunk_tokens)
+        return RequestState(request, root, keys, tenant_digest(tenant), self._epoch, shareable)
+
+    def _plan(self, state: RequestState) -> None:
+        """Touch what the request finds in the host pool, and start to fetch what it does not."""
+        request, size = state.request, self.layout.chunk_tokens
+        gpu_run = self._gpu.run(request) // self.layout.blocks_per_chunk
+        stop = min(len(state.keys), (request.num_tokens - 1) // size)
+        start = self.index.run_end(state.keys, min(gpu_run, stop), stop)
+        self.index.touch(state.keys[:start])
+        plan = state.plan = Plan(start, stop, gpu_run)
+        if start >= stop or not state.shareable or state.no_load or state.epoch != self._epoch:
+            return
+        if request.skip_reading_prefix_cache or self.client is None or not self.client.connected():
+            return
+        if len(self._plans) >= MAX_PLANS or self._fetch_nbytes >= PLAN_NBYTES:
+            self.counters["plans_not_started"] += 1
+            return
+        self._start_plan(state, plan)
+
+    def _start_plan(self, state: RequestState, plan: Plan) -> None:
+        assert self.client is not None
+        plan.to(State.MATCHING)
+        plan.lane = self.client.next_lane()
+        plan.deadline = self._clock() + self.config.deadline_s
+        self._plans[state.request.request_id] = plan
+        self.counters["plans"] += 1
+        plan.match = self.client.match(
+            plan.lane, plan.start, state.anchor(plan.start), state.keys[plan.start : plan.stop]
+        )
+        self._fetch_next(state, plan, plan.stop)  # the first chunks without waiting for the answer
+
+    def _advance_plans(self) -> None:
+        """Send what the plans may fetch now, and end the plans for which nothing more will come."""
+        now = self._clock()
+        for req_id, plan in list(self._plans.items()):
+            state = self.requests[req_id]
+            letters = plan.match.letters if plan.match else b""
+            if letters is not None and plan.state is State.MATCHING:
+                plan.to(State.FETCHING if letters or plan.fetches else State.READY)
+            if letters and plan.state is State.FETCHING and now < plan.deadline and not plan.failed():
+                while self._fetch_next(state, plan, min(plan.stop, plan.start + len(letters))):
+                    pass
+            if plan.failed():
+                plan.stop = plan.next  # what comes after a missing chunk is of no use
+            plan.fetches = [f for f in plan.fetches if not f.applied]
+            plan.shared_waits = [e for e in plan.shared_waits if e.state == Entry.FILLING]
+            if not plan.pending(now):
+                del self._plans[req_id]
+                plan.to(State.READY)
+
+    def _fetch_next(self, state: RequestState, plan: Plan, stop: int) -> bool:
+        """Lease slots for the next chunks and have them fetched; False where nothing was (more) to be done.
+
+        One command: at most ``COMMAND_NBYTES``, consecutive chunks with one anchor, within the budget of all plans.
+        """
+        assert self.client is not None
+        payload_nbytes = self.pool.shape.payload_nbytes
+        first, entries = plan.next, []
+        while plan.next < stop:
+            i = plan.next
+            key = state.keys[i]
+            if (there := self.index.get(key)) is not None:
+                if entries:
+                    break
+                if not there.usable and there.fetch is not None:
+                    plan.shared_waits.append(there)
+                plan.next = first = i + 1
+                continue
+            nbytes = (len(entries) + 1) * payload_nbytes
+            if entries and (nbytes > COMMAND_NBYTES or i % ANCHOR_SPAN == 0):
+                break
+            if self._fetch_nbytes + nbytes > max(PLAN_NBYTES, payload_nbytes):
+                break
+            entry = None
+            if 2 * self._num_leased < self.pool.shape.num_slots:
+                entry = self.index.reserve(key, state.parent(i), i, self.layout.chunk_tokens)
+            if entry is None:
+                plan.stop = i  # the pool is full of what others hold: claim what arrives, compute the rest
+                break
+            self.index.pin(entry)
+            plan.leased.append(entry)
+            self._num_leased += 1
+            entries.append(entry)
+            plan.next = i + 1
+        if not entries:
+            return False
+        self._send_fetch(state, plan, first, entries)
+        return True
+
+    def _send_fetch(self, state: RequestState, plan: Plan, first: int, entries: list[Entry]) -> None:
+        assert self.client is not None
+        fetch = Fetch(entries)
+        for i, entry in enumerate(entries):
+            entry.fetch, entry.fetch_index = fetch, i
+        plan.fetches.append(fetch)
+        self._fetching.append(fetch)
+        self._fetch_nbytes += len(entries) * self.pool.shape.payload_nbytes
+        self.client.fetch(plan.lane, first, state.anchor(first), fetch)
+
+    def _end_plan(self, state: RequestState) -> None:
+        """End the request's plan and give its leases back; what has arrived stays in the host pool as any other."""
+        plan = state.plan
+        if plan is None or plan.state is State.DONE:
+            return
+        for entry in plan.leased:
+            self.index.unpin(entry)
+        self._num_leased -= len(plan.leased)
+        plan.leased = []
+        self._plans.pop(state.request.request_id, None)
+        plan.to(State.DONE)
+
+    def _apply_replies(self) -> None:
+        """Take note in the index of what the reader thread has received."""
+        self.index.apply_drops()
+        if not self._fetching:
+            return
+        still = []
+        for fetch in self._fetching:
+            if fetch.results is not None and not fetch.applied:
+                self._apply_fetch(fetch)
+            if not fetch.applied or not fetch.released:
+                still.append(fetch)
+            else:
+                self._fetch_nbytes -= len(fetch.entries) * self.pool.shape.payload_nbytes
+                for entry in fetch.entries:
+                    self.index.stopped(entry)
+        self._fetching = still
+
+    def _apply_fetch(self, fetch: Fetch) -> None:
+        fetch.applied = True
+        results = fetch.results or b""
+        for i, entry in enumerate(fetch.entries):
+            letter = results[i : i + 1]
+            if letter == b"d":
+                self.index.filled(entry, "disk")
+            elif letter == b"s":
+                self.index.filled(entry, "shared")
+            else:
+                self.index.drop(entry, filling=True)  # its slot is free once nobody can write it
+                entry.fetch = None
+
+    def _replan_waiting(self) -> None:
+        """Plan again for waiting requests whose prefix on the GPU has shrunk since they were planned."""
+        for req_id, state in list(self._waiting.items())[:_REPLAN_CHECKS]:
+            plan = state.plan
+            if plan is None or plan.state is not State.READY or not plan.gpu_run:
+                continue
+            if not self._gpu.has(state.request, plan.gpu_run * self.layout.blocks_per_chunk - 1):
+                self.counters["replans"] += 1
+                self._end_plan(state)
+                self._plan(self.requests[req_id])
+
+    # -- loads
+
+    def _plan_load(self, state: RequestState, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Pin the slots of the claimed tokens and queue their copy to the GPU.
+
+        The blocks given out end with the claimed tokens; what stands before them was on the GPU.
+        """
+        layout = self.layout
+        num_blocks = -(-num_external_tokens // layout.block_tokens)
+        begin, end = len(block_ids) - num_blocks, len(block_ids)
+        per_chunk = layout.blocks_per_chunk
+        entries, pieces = [], []
+        for i in range(begin // per_chunk, -(-end // per_chunk)):
+            entry = self.index.peek(state.keys[i])
+            assert entry is not None and entry.usable, "a claimed chunk is not in the host pool"
+            first, stop = max(begin, i * per_chunk), min(end, (i + 1) * per_chunk)
+            pieces.append(Piece(entry.slot, first - i * per_chunk, tuple(block_ids[first:stop])))
+            entries.append(entry)
+        self._count(state, begin // per_chunk, entries)
+        wait_until = self._clock() + self.config.deadline_s
+        for entry in entries:
+            self.index.pin(entry)
+            self._loading[entry.key] = wait_until
+        self.index.touch(state.keys[: -(-end // per_chunk)], hit=True)
+        self._end_plan(state)
+        assert state.plan is not None
+        state.plan.to(State.LOADING)
+        state.load = entries
+        self._loads.append(LoadJob(state.request.request_id, tuple(pieces)))
+
+    def _count(self, state: RequestState, first: int, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            source = entry.source
+            if entry.fetch is not None and entry.fetch.results:  # arrived, not yet taken note of
+                source = "disk" if entry.fetch.results[entry.fetch_index : entry.fetch_index + 1] == b"d" else "shared"
+            self.counters[f"{source}_hits"] += 1
+            entry.source = "host"  # the next one finds it here
+
+    def _load_ended(self, req_id: str, failed: bool) -> None:
+        state = self.requests.get(req_id)
+        entries = self._ended_loads.pop(req_id, None)
+        if entries is None and state is not None:
+            entries, state.load = state.load, None
+            if state.plan is not None and state.plan.state is State.LOADING:
+                state.plan.to(State.DONE)
+        for entry in entries or ():
+            self._loading.pop(entry.key, None)
+            self.index.unpin(entry)
+        if failed:
+            self.counters["load_failures"] += 1
+            if state is not None:
+                state.no_load = True
+
+    # -- stores
+
+    def _plan_stores(self, scheduler_output: Any) -> list[StoreJob]:
+        """Plan copies of the prompt chunks that this step completes."""
+        size = self.layout.chunk_tokens
+        jobs: list[StoreJob] = []
+        for req_id, num_computed in scheduled(scheduler_output):
+            state = self.requests.get(req_id)
+            if state is None:
+                continue
+            self._waiting.pop(req_id, None)
+            if state.store_next is None:
+                state.store_next = num_computed // size
+                self._count_misses(state)
+            after = num_computed + scheduler_output.num_scheduled_tokens[req_id]
+            end = min(len(state.keys), after // size)
+            if state.store_next < end and state.epoch == self._epoch:
+                self._store_chunks(scheduler_output, state, end, jobs)
+            state.store_next = max(state.store_next, end)
+        return jobs
+
+    def _store_chunks(self, scheduler_output: Any, state: RequestState, end: int, jobs: list[StoreJob]) -> None:
+        per_chunk = self.layout.blocks_per_chunk
+        block_ids: list[int] | None = None
+        assert state.store_next is not None
+        for i in range(state.store_next, end):
+            if self.index.get(state.keys[i]) is not None:
+                continue
+            if block_ids is None:
+                block_ids = block_ids_of(scheduler_output, state.request.request_id)
+                if block_ids is None:
+                    return
+            ids = block_ids[i * per_chunk : (i + 1) * per_chunk]
+            if len(ids) < per_chunk or 0 in ids:  # block 0 is vLLM's null block: it holds nothing
+                continue
+            entry = self.index.reserve(state.keys[i], state.parent(i), i, self.layout.chunk_tokens)
+            if entry is None:
+                self.counters["dropped"] += 1
+                continue
+            self._next_job += 1
+            self._stores[self._next_job] = (entry, state)
+            jobs.append(StoreJob(self._next_job, Piece(entry.slot, 0, tuple(ids))))
+
+    def _count_misses(self, state: RequestState) -> None:
+        """Count the prompt's chunks that neither the GPU nor a tier had, once a request."""
+        if not state.asked:
+            state.asked = True
+            assert state.store_next is not None
+            self.counters["missed"] += max(0, len(state.keys) - state.store_next)
+
+    def _send_stores(self, copied: Sequence[tuple[Entry, RequestState]]) -> None:
+        """Send chunks that have arrived in the host pool to the store server, within the budget of the queue."""
+        payload_nbytes = self.pool.shape.payload_nbytes
+        batch: list[StoreItem] = []
+        for entry, state in copied:
+            if not state.shareable or state.epoch != self._epoch:
+                continue
+            if self.client is None or not self.client.connected():
+                self.counters["dropped"] += self.client is not None
+                continue
+            if self._store_queue.nbytes + (len(batch) + 1) * payload_nbytes > STORE_NBYTES:
+                self.counters["dropped"] += 1
+                continue
+            batch.append(
+                StoreItem(
+                    key=entry.key,
+                    parent=entry.parent,
+                    anchor=state.anchor(entry.position),
+                    position=entry.position,
+                    num_tokens=entry.num_tokens,
+                    tenant=state.tenant,
+                    slot=entry.slot,
+                    generation=entry.generation,
+                )
+            )
+            if len(batch) * payload_nbytes >= COMMAND_NBYTES:
+                self._send_batch(batch)
+                batch = []
+        if batch:
+            self._send_batch(batch)
+
+    def _send_batch(self, batch: list[StoreItem]) -> None:
+        assert self.client is not None
+        nbytes = len(batch) * self.pool.shape.payload_nbytes
+        self._store_queue.add(nbytes)
+
+        def done(letters: bytes | None) -> None:
+            self._store_queue.add(-nbytes)
+            if letters is None:
+                self._store_queue.num_lost += len(batch)
+            else:
+                self._store_queue.num_stored += letters.count(b"o") + letters.count(b"x")
+
+        self.client.store(batch, self.index.dropped, done)
+
+    # -- questions of the store server: the reader thread
+
+    def _on_push(self, what: str, body: bytes) -> bytes:
+        if what == "list":
+            return msgspec.msgpack.encode(
+                [
+                    HostEntry(e.key, e.parent, e.position, e.num_tokens, e.last_used, e.num_hits)
+                    for e in self.index.snapshot()
+                ]
+            )
+        keys = [body[i : i + 32] for i in range(0, len(body), 32)]
+        if what == "has":
+            return bytes(int((entry := self.index.get(key)) is not None and entry.usable) for key in keys)
+        if what == "evict":
+            there = [key for key in keys if self.index.get(key) is not None]
+            client = self.client or (self._found[1] if self._found else None)
+            if client is not None:
+                client.drop(there, self.index.dropped)
+            return str(len(there)).encode()
+        if what == "stat":
+            return msgspec.json.encode(self.stat())
+        return b""
+
+    def stat(self) -> HostStat:
+        """Return this engine's counters. Safe from any thread."""
+        shape = self.pool.shape
+        counters = dict(self.counters)
+        counters["stores_lost"] = self._store_queue.num_lost
+        counters["stored"] = self._store_queue.num_stored
+        counters["store_queue_nbytes"] = self._store_queue.nbytes
+        return HostStat(
+            engine_id=self._engine_id,
+            pid=os.getpid(),
+            namespace=Namespace(self._identity.hex(), self._model, self.layout, Shard()).ns_id().hex(),
+            num_slots=shape.num_slots,
+            num_entries=len(self.index),
+            num_quarantined=self.index.num_quarantined,
+            payload_nbytes=shape.payload_nbytes,
+            budget=shape.nbytes,
+            num_evicted=self.index.num_evicted,
+            counters=counters,
+        )
+
+
+class _Bytes:
+    """Bytes that wait to be stored; counted down by the reader thread."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.num_lost = 0
+        self.num_stored = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes

@@ -1,0 +1,143 @@
+"""A tier's writer: one thread, a queue bounded in bytes. A tier that is behind drops stores and counts them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from tierkv.tiers.base import Record, Status, Tier
+from tierkv_server.staging import Buffer
+
+logger = logging.getLogger("tierkv")
+
+
+class Job(NamedTuple):
+    """A record on its way to a tier; ``buffer`` holds its bytes."""
+
+    ns_id: bytes
+    record: Record
+    buffer: Buffer
+
+
+class TierWriter:
+    """Stores queued records in a tier, in batches of one namespace.
+
+    Args:
+        tier: where to.
+        budget: bytes that may wait.
+        batch_nbytes: bytes of one ``store`` call.
+    """
+
+    def __init__(self, tier: Tier, budget: int, batch_nbytes: int) -> None:
+        self.tier = tier
+        self.num_dropped = 0
+        self.queued_nbytes = 0
+        self._budget = budget
+        self._batch_nbytes = batch_nbytes
+        self._jobs: deque[Job] = deque()
+        self._queued: set[tuple[bytes, bytes]] = set()
+        self._changed = threading.Condition()
+        self._writing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"tierkv-{tier.name}-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> bool:
+        """Queue a record and return whether it was taken. Its buffer is held until it is written."""
+        nbytes = len(job.record.data)
+        name = (job.ns_id, job.record.header.key)
+        with self._changed:
+            if name in self._queued:
+                return True
+            if self._closed or self.queued_nbytes + nbytes > self._budget:
+                self.num_dropped += 1
+                return False
+            job.buffer.hold()
+            self._jobs.append(job)
+            self._queued.add(name)
+            self.queued_nbytes += nbytes
+            self._changed.notify_all()
+        return True
+
+    def evict(self, ns_id: bytes, keys: Iterable[bytes]) -> EvictGuard:
+        """Return a context in which none of ``keys`` is queued and no batch is being written."""
+        return EvictGuard(self, ns_id, set(keys))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything queued is written and return whether it was in time."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.queued_nbytes, timeout=max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Drop what is queued and stop the thread. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._drop(lambda job: True)
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _drop(self, doomed: Callable[[Job], bool]) -> None:
+        kept: deque[Job] = deque()
+        for job in self._jobs:
+            if doomed(job):
+                self._done(job)
+            else:
+                kept.append(job)
+        self._jobs = kept
+
+    def _done(self, job: Job) -> None:
+        self._queued.discard((job.ns_id, job.record.header.key))
+        self.queued_nbytes -= len(job.record.data)
+        job.buffer.release()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+            with self._writing:
+                self._write_batch()
+
+    def _write_batch(self) -> None:
+        with self._changed:
+            batch: list[Job] = []
+            nbytes = 0
+            while self._jobs and nbytes < self._batch_nbytes and (not batch or self._jobs[0].ns_id == batch[0].ns_id):
+                batch.append(self._jobs.popleft())
+                nbytes += len(batch[-1].record.data)
+        if not batch:
+            return
+        try:
+            results = self.tier.store(batch[0].ns_id, [job.record for job in batch])
+        except Exception:  # a tier must not raise; if one does, serving goes on
+            logger.exception("the %s tier failed in an unforeseen way", self.tier.name)
+            results = [Status.ERROR] * len(batch)
+        with self._changed:
+            self.num_dropped += sum(r in (Status.DROPPED, Status.ERROR) for r in results)
+            for job in batch:
+                self._done(job)
+            self._changed.notify_all()
+
+
+class EvictGuard:
+    """Holds a writer still while keys are evicted from its tier, so that none of them is written after."""
+
+    def __init__(self, writer: TierWriter, ns_id: bytes, keys: set[bytes]) -> None:
+        self._writer = writer
+        self._ns_id = ns_id
+        self._keys = keys
+
+    def __enter__(self) -> None:
+        self._writer._writing.acquire()
+        with self._writer._changed:
+            self._writer._drop(lambda job: job.ns_id == self._ns_id and job.record.header.key in self._keys)
+            self._writer._changed.notify_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._writer._writing.release()

@@ -1,0 +1,23 @@
+"""Errors that a user can act on. Each message says what was wrong, the value seen and what to do."""
+
+from __future__ import annotations
+
+
+class TierKVError(Exception):
+    """Base of every error TierKV raises on purpose."""
+
+
+class ConfigError(TierKVError):
+    """A setting is unknown, impossible or does not fit this machine. Raised at start, never later."""
+
+
+class RefusedError(TierKVError):
+    """The other side understood the request and will not do it (other version, other shared store, not ours)."""
+
+
+class ProtocolError(TierKVError):
+    """Bytes that are not the protocol. The connection they came from is closed; it cannot be trusted again."""
+
+
+class UnavailableError(TierKVError):
+    """A server or tier does not answer now. Whoever asked goes on without it."""

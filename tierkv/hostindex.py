@@ -1,0 +1,284 @@
+"""The host index: which chunk is in which slot of the host pool. Lives in the engine's scheduler process.
+
+Theory of operation. A slot is *free* or held by one :class:`Entry`. An entry is made by :meth:`HostIndex.reserve`
+(which raises the slot's generation first) for a chunk that is about to be filled: by a worker's copy from the GPU, or
+by the store server's fetch. It becomes *ready* when its filler reports success. A ready entry that nobody pins may be
+evicted. An entry can be dropped at any time; its slot is free again only when nobody can read or write it any more:
+no pin, and its filler is done (until then the slot is *quarantined*).
+
+Only the scheduler thread calls methods that change the index. Two attributes are written by the store client's reader
+thread, each whole and once: ``Fetch.results`` (what a fetch brought) and the contents of ``HostIndex.dropped`` (keys
+evicted by an operator, which no answer may use from that moment on).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tierkv.policy import ChainLRU, Policy
+from tierkv.pool import HostPool
+
+
+class Fetch:
+    """One FETCH command: chunks that the store server copies into slots.
+
+    Attributes:
+        entries: what it fills, in order.
+        results: one letter an entry once the server has answered (``b"d"`` disk, ``b"s"`` shared, else a miss);
+            empty when it is known that no answer will come; None until then. Written by the reader thread.
+        released: the server has answered or cannot write any more. Written by the reader thread.
+        applied: the scheduler thread has taken note of the results.
+    """
+
+    __slots__ = ("applied", "entries", "released", "results")
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        self.results: bytes | None = None
+        self.released = False
+        self.applied = False
+
+
+class Entry:
+    """A chunk in a slot. Read-only outside of :class:`HostIndex`."""
+
+    __slots__ = (
+        "doomed",
+        "fetch",
+        "fetch_index",
+        "generation",
+        "key",
+        "last_used",
+        "num_hits",
+        "num_pins",
+        "num_tokens",
+        "parent",
+        "position",
+        "slot",
+        "source",
+        "state",
+    )
+
+    FILLING = 0
+    READY = 1
+    GONE = 2
+
+    def __init__(self, key: bytes, parent: bytes, position: int, num_tokens: int, slot: int, generation: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.position = position
+        self.num_tokens = num_tokens
+        self.slot = slot
+        self.generation = generation
+        self.state = Entry.FILLING
+        self.num_pins = 0
+        self.doomed = False
+        self.fetch: Fetch | None = None
+        self.fetch_index = 0
+        self.source = "gpu"
+        self.num_hits = 0
+        self.last_used = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether its payload is in the slot, verified. Pure: reads what the reader thread wrote, changes nothing."""
+        if self.state == Entry.READY:
+            return True
+        fetch = self.fetch
+        if self.state != Entry.FILLING or fetch is None or not fetch.results:
+            return False
+        return fetch.results[self.fetch_index] in b"ds"
+
+
+class HostIndex:
+    """Index over the slots of a pool.
+
+    Args:
+        pool: the pool; its generations are raised here.
+        policy: what to evict.
+        clock: seconds since 1970, for listings.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        policy: Policy[bytes] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.pool = pool
+        self.dropped: set[bytes] = set()
+        self.num_evicted = 0
+        self._clock = clock
+        self._policy: Policy[bytes] = ChainLRU() if policy is None else policy
+        self._entries: dict[bytes, Entry] = {}
+        self._free = list(range(pool.shape.num_slots - 1, -1, -1))
+        self._num_quarantined = 0
+
+    # -- questions: pure
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return the entry of ``key``, filling or ready, or None. A dropped key has none."""
+        entry = self._entries.get(key)
+        return None if entry is None or key in self.dropped else entry
+
+    def peek(self, key: bytes) -> Entry | None:
+        """Return the entry of ``key`` even if an operator has just dropped it: a claim made before that stands."""
+        return self._entries.get(key)
+
+    def run_end(self, keys: Sequence[bytes], start: int, stop: int) -> int:
+        """Return the end of the run of usable chunks of ``keys`` from ``start``, at most ``stop``."""
+        entries, dropped = self._entries, self.dropped
+        for i in range(start, stop):
+            entry = entries.get(keys[i])
+            if entry is None or not entry.usable or (dropped and keys[i] in dropped):
+                return i
+        return stop
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots whose entry is gone but which somebody may still read or write."""
+        return self._num_quarantined
+
+    def snapshot(self) -> list[Entry]:
+        """Return the ready entries. Safe from any thread: one atomic copy."""
+        return [e for e in list(self._entries.values()) if e.usable and e.key not in self.dropped]
+
+    def dump(self) -> dict[str, Any]:
+        """Return the whole state as plain values, for tests that compare it."""
+        return {
+            "entries": {
+                k: (e.slot, e.generation, e.state, e.num_pins, e.doomed, e.source, e.num_hits, e.last_used)
+                for k, e in self._entries.items()
+            },
+            "free": list(self._free),
+            "quarantined": self._num_quarantined,
+            "dropped": set(self.dropped),
+            "evicted": self.num_evicted,
+            "generations": self.pool.generations.tolist(),
+            "order": list(self._policy) if isinstance(self._policy, ChainLRU) else [],
+            "stamps": self._policy.stamps() if isinstance(self._policy, ChainLRU) else {},
+        }
+
+    # -- changes: the scheduler thread only
+
+    def reserve(self, key: bytes, parent: bytes, position: int, num_tokens: int) -> Entry | None:
+        """Make an entry for ``key`` in a free slot, evicting one if needed, and return it; None where nothing may go.
+
+        Its parent never makes room for it: without its parent it would be worth nothing. The slot's generation is
+        raised before this returns, so whoever still copies its old contents will know.
+        """
+        if (old := self._entries.get(key)) is not None:  # dropped by an operator, not yet removed
+            self.drop(old, filling=old.state == Entry.FILLING)
+        slot = self._take_slot(parent)
+        if slot is None:
+            return None
+        generation = int(self.pool.generations[slot]) + 1
+        self.pool.generations[slot] = generation
+        entry = Entry(key, parent, position, num_tokens, slot, generation)
+        entry.last_used = self._clock()
+        self._entries[key] = entry
+        self._policy.add(key, parent)
+        self.dropped.discard(key)
+        return entry
+
+    def filled(self, entry: Entry, source: str) -> None:
+        """Note that the entry's payload is in its slot. ``source``: ``"gpu"``, ``"disk"`` or ``"shared"``."""
+        if entry.state == Entry.FILLING:
+            entry.source = source
+            entry.state = Entry.READY
+            entry.fetch = None
+        elif entry.doomed:
+            self._release(entry)
+
+    def drop(self, entry: Entry, *, filling: bool = False) -> None:
+        """Remove the entry. Its slot is free at once, or when its pins and its filler have gone.
+
+        Args:
+            filling: somebody may still write the slot; :meth:`filled` or :meth:`stopped` says when that is over.
+        """
+        if entry.state == Entry.GONE:
+            return
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+            self._policy.remove(entry.key)
+        entry.state = Entry.GONE
+        if filling or entry.num_pins:
+            entry.doomed = filling
+            self._num_quarantined += 1
+        else:
+            self._free.append(entry.slot)
+
+    def stopped(self, entry: Entry) -> None:
+        """Note that nobody writes the slot of a dropped entry any more."""
+        if entry.doomed:
+            self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        entry.doomed = False
+        if not entry.num_pins:
+            self._num_quarantined -= 1
+            self._free.append(entry.slot)
+
+    def pin(self, entry: Entry) -> None:
+        """Keep the slot's contents until :meth:`unpin`."""
+        entry.num_pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """Give back one pin."""
+        entry.num_pins -= 1
+        assert entry.num_pins >= 0, "a slot was unpinned more often than pinned"
+        if entry.state == Entry.GONE and not entry.num_pins and not entry.doomed:
+            self._num_quarantined -= 1
+            self._free.append(entry.slot)
+
+    def touch(self, keys: Iterable[bytes], *, hit: bool = False) -> None:
+        """Note a use of a chain, ancestors first; with ``hit``, count it as a hit on each."""
+        keys = tuple(keys)
+        self._policy.touch(keys)
+        now = self._clock()
+        for key in keys:
+            if (entry := self._entries.get(key)) is not None:
+                entry.last_used = now
+                entry.num_hits += hit
+
+    def apply_drops(self) -> int:
+        """Remove the entries of the drop set and return how many there were."""
+        if not self.dropped:
+            return 0
+        count = 0
+        for key in list(self.dropped):
+            entry = self._entries.get(key)
+            if entry is not None and entry.state != Entry.FILLING:
+                self.drop(entry)
+                count += 1
+            if entry is None or entry.state != Entry.FILLING:
+                self.dropped.discard(key)
+        return count
+
+    def clear(self) -> None:
+        """Drop every entry (a reset of the cache); those being filled are quarantined until their filler is done."""
+        for entry in list(self._entries.values()):
+            self.drop(entry, filling=entry.state == Entry.FILLING)
+        self.dropped.clear()
+
+    def _take_slot(self, parent: bytes) -> int | None:
+        if not self._free:
+            victim = self._policy.victim(lambda key: key != parent and self._may_evict(key))
+            if victim is None:
+                return None
+            self.num_evicted += 1
+            self.drop(self._entries[victim])
+        return self._free.pop()
+
+    def _may_evict(self, key: bytes) -> bool:
+        entry = self._entries[key]
+        return entry.state == Entry.READY and not entry.num_pins

@@ -1,0 +1,174 @@
+"""RESP2, Redis's wire protocol, without I/O: bytes in, values out. One codec serves the server and its clients.
+
+Theory of operation. :class:`Parser` holds the bytes that have arrived and a stack of arrays begun but not complete.
+:meth:`Parser.feed` adds bytes and yields the values they complete, in order::
+
+    "+OK\\r\\n"   Simple("OK")        "$3\\r\\nfoo\\r\\n"   b"foo"      "*2\\r\\n..."   [value, value]
+    "-ERR x\\r\\n" Error("ERR x")      "$-1\\r\\n"         None         ":7\\r\\n"      7
+
+A server also accepts *inline commands* (a line of words), so that a person can type at it. Anything else is a
+:class:`ProtocolError`: the connection is not in step any more and must be closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tierkv.errors import ProtocolError
+
+MAX_BULK_NBYTES = 64 << 20
+MAX_ARRAY_ITEMS = 1 << 20
+MAX_LINE_NBYTES = 64 << 10
+MAX_DEPTH = 8
+#: Bytes that one command or reply may have on the wire, all its items together.
+MAX_VALUE_NBYTES = 128 << 20
+
+
+class Simple(str):
+    """A simple string reply, such as ``OK``."""
+
+    __slots__ = ()
+
+
+class Error(str):
+    """An error reply; by convention its first word is a code in capitals."""
+
+    __slots__ = ()
+
+
+Value = Simple | Error | int | bytes | None | list["Value"]
+
+
+class Parser:
+    """Incremental RESP2 parser.
+
+    Args:
+        inline: accept inline commands (a server does).
+        max_bulk_nbytes: longest bulk string accepted.
+    """
+
+    def __init__(self, *, inline: bool = False, max_bulk_nbytes: int = MAX_BULK_NBYTES) -> None:
+        self._buffer = bytearray()
+        self._at = 0
+        self._stack: list[tuple[list[Value], int]] = []  # arrays begun, and the items each still lacks
+        self._bulk: int | None = None  # length of the bulk string whose bytes are awaited
+        self._used = 0  # bytes of the value begun that have been parsed and deleted
+        self._inline = inline
+        self._max_bulk = max_bulk_nbytes
+
+    def feed(self, data: bytes | memoryview) -> Iterator[Value]:
+        """Add bytes and yield the values that are complete now.
+
+        Raises:
+            ProtocolError: the bytes are not RESP2 or exceed a limit.
+        """
+        self._buffer += data
+        while True:
+            start = self._at
+            done, value = self._item()
+            self._used += self._at - start
+            if self._used + (self._bulk or 0) > MAX_VALUE_NBYTES:
+                raise ProtocolError(f"a command or reply is longer than {MAX_VALUE_NBYTES} bytes")
+            if not done:
+                break
+            while self._stack:
+                items, missing = self._stack.pop()
+                items.append(value)
+                if missing > 1:
+                    self._stack.append((items, missing - 1))
+                    break
+                value = items
+            else:
+                self._used = 0
+                yield value
+        del self._buffer[: self._at]
+        self._at = 0
+
+    def _item(self) -> tuple[bool, Value]:
+        """Return (True, the next value that is no unfinished array) or (False, None) where bytes are missing."""
+        while True:
+            if self._bulk is not None:
+                return self._take_bulk(self._bulk)
+            line = self._line()
+            if line is None:
+                return False, None
+            kind, rest = line[:1], line[1:]
+            if kind == b"$":
+                length = _length(rest, self._max_bulk, "bulk string")
+                if length < 0:
+                    return True, None
+                self._bulk = length
+            elif kind == b"*":
+                count = _length(rest, MAX_ARRAY_ITEMS, "array")
+                if count <= 0:
+                    return True, None if count < 0 else []
+                if len(self._stack) >= MAX_DEPTH:
+                    raise ProtocolError(f"arrays are nested deeper than {MAX_DEPTH}")
+                self._stack.append(([], count))
+            elif kind == b"+":
+                return True, Simple(rest.decode("utf-8", "replace"))
+            elif kind == b"-":
+                return True, Error(rest.decode("utf-8", "replace"))
+            elif kind == b":":
+                return True, _integer(rest)
+            elif self._inline and not self._stack:
+                words: list[Value] = list(line.split())
+                if words:
+                    return True, words
+            else:
+                raise ProtocolError(f"a value starts with {kind!r}, which is not RESP2")
+
+    def _line(self) -> bytes | None:
+        end = self._buffer.find(b"\r\n" if not self._inline else b"\n", self._at, self._at + MAX_LINE_NBYTES)
+        if end < 0:
+            if len(self._buffer) - self._at >= MAX_LINE_NBYTES:
+                raise ProtocolError(f"a line is longer than {MAX_LINE_NBYTES} bytes")
+            return None
+        line = bytes(self._buffer[self._at : end])
+        self._at = end + (1 if self._inline else 2)
+        return line.removesuffix(b"\r") if self._inline else line
+
+    def _take_bulk(self, length: int) -> tuple[bool, Value]:
+        end = self._at + length
+        if len(self._buffer) < end + 2:
+            return False, None
+        if self._buffer[end : end + 2] != b"\r\n":
+            raise ProtocolError("a bulk string does not end where its length says")
+        value = bytes(memoryview(self._buffer)[self._at : end])
+        self._at, self._bulk = end + 2, None
+        return True, value
+
+
+def _integer(digits: bytes) -> int:
+    if not digits.removeprefix(b"-").isdigit() or len(digits) > 20:
+        raise ProtocolError(f"{digits[:20]!r} is not an integer")
+    return int(digits)
+
+
+def _length(digits: bytes, most: int, what: str) -> int:
+    length = _integer(digits)
+    if not -1 <= length <= most:
+        raise ProtocolError(f"{what} of length {length}; at most {most} is accepted")
+    return length
+
+
+def encode(value: Value | str) -> bytes:
+    """Return a value as RESP2. A plain ``str`` becomes a bulk string."""
+    if value is None:
+        return b"$-1\r\n"
+    if isinstance(value, Simple):
+        return b"+%s\r\n" % value.encode()
+    if isinstance(value, Error):
+        return b"-%s\r\n" % " ".join(value.split()).encode()
+    if isinstance(value, int):
+        return b":%d\r\n" % value
+    if isinstance(value, list):
+        return b"*%d\r\n" % len(value) + b"".join(map(encode, value))
+    data = value.encode() if isinstance(value, str) else value
+    return b"$%d\r\n%s\r\n" % (len(data), data)
+
+
+def encode_command(words: Sequence[bytes | str | int]) -> bytes:
+    """Return a command as RESP2: an array of bulk strings."""
+    items = [w if isinstance(w, bytes) else str(w).encode() for w in words]
+    return b"*%d\r\n" % len(items) + b"".join(b"$%d\r\n%s\r\n" % (len(i), i) for i in items)
