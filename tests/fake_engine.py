@@ -198,11 +198,11 @@ class FakeEngine:
         """
         self.index.apply_drops()
         keys = self.keys(tokens, salt)
-        in_pool = self.index.run_end(keys, 0, len(keys))
-        fetched = self._fetch(keys, in_pool, salt)
+        self._fetch(keys, self.index.run_end(keys, 0, len(keys)), salt)
         end = self.index.run_end(keys, 0, len(keys))
-        self.last_sources = ["host"] * in_pool + fetched[: end - in_pool]
-        self.index.touch(keys[:in_pool], hit=True)
+        entries = [entry for key in keys[:end] if (entry := self.index.get(key)) is not None]
+        self.last_sources = [self.index.used(entry) for entry in entries]
+        self.index.touch(keys[:end])
         self.counters.update(f"{source}_hits" for source in self.last_sources)
         self.counters["missed"] += len(keys) - end
         return [self.payload(keys[i]) for i in range(end)]

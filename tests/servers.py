@@ -44,7 +44,9 @@ class RedisServer:
         Raises:
             TimeoutError: it does not answer.
         """
-        command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", str(self.socket)]
+        command = [self._binary, "--port", str(self.port), "--bind", "127.0.0.1"]
+        if len(str(self.socket)) < 100:  # the kernel's limit is 108 bytes
+            command += ["--unixsocket", str(self.socket)]
         command += ["--dir", str(self._directory), "--save", "", "--appendonly", "no", "--daemonize", "no", *self._args]
         with open(self._directory / f"redis-{self.port}.log", "ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)

@@ -120,6 +120,7 @@ class StoreClient:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._next_lane = 0
+        self._warned_of: int | None = None  # the owner's disk budget that a warning was about
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tierkv-reader", daemon=True)
 
@@ -182,10 +183,9 @@ class StoreClient:
         """Have consecutive chunks copied into their slots; ``fetch`` is told when they are there."""
 
         def arrived(letters: bytes | None) -> None:
-            if letters is None or len(letters) != len(fetch.entries):
-                fetch.results = b""
-            else:
-                fetch.results = letters
+            whole = letters is not None and len(letters) == len(fetch.entries)
+            fetch.results = letters if letters and whole else b""
+            if letters is not None:
                 fetch.released = True
 
         keys = b"".join(e.key for e in fetch.entries)
@@ -312,7 +312,8 @@ class StoreClient:
             self._selector.register(lane.sock, selectors.EVENT_READ, lane)
         self._selector.register(lease, selectors.EVENT_READ, "lease")
         self._session = session
-        if self._hello.disk_bytes not in (None, welcome.disk_bytes):
+        if self._hello.disk_bytes not in (None, welcome.disk_bytes, self._warned_of):
+            self._warned_of = welcome.disk_bytes
             logger.warning(
                 "the store server of %s runs with disk_bytes=%s, which holds; this engine asked for %s",
                 welcome.disk_dir,
@@ -393,8 +394,9 @@ class StoreClient:
             raise ProtocolError("a reply came that nobody asked for")
         _, reply = lane.waiting.popleft()
         lane.replied_at = time.monotonic()
-        if isinstance(value, Error):
+        if isinstance(value, Error):  # an answer too: the command brought nothing and writes no slot any more
             logger.warning("the store server refused a command: %s", value)
+            value = b"" if lane in session.lanes else None
         reply(value if isinstance(value, bytes) else None)
         if lane in session.lanes:
             session.fetches = {f for f in session.fetches if not f.released}

@@ -77,7 +77,7 @@ class Entry:
         self.doomed = False
         self.fetch: Fetch | None = None
         self.fetch_index = 0
-        self.source = "gpu"
+        self.source = "host"
         self.num_hits = 0
         self.last_used = 0.0
 
@@ -191,7 +191,7 @@ class HostIndex:
         return entry
 
     def filled(self, entry: Entry, source: str) -> None:
-        """Note that the entry's payload is in its slot. ``source``: ``"gpu"``, ``"disk"`` or ``"shared"``."""
+        """Note that the entry's payload is in its slot. ``source``: ``"host"`` (spilled), ``"disk"`` or ``"shared"``."""
         if entry.state == Entry.FILLING:
             entry.source = source
             entry.state = Entry.READY
@@ -240,15 +240,26 @@ class HostIndex:
             self._num_quarantined -= 1
             self._free.append(entry.slot)
 
-    def touch(self, keys: Iterable[bytes], *, hit: bool = False) -> None:
-        """Note a use of a chain, ancestors first; with ``hit``, count it as a hit on each."""
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Note a use of a chain, ancestors first."""
         keys = tuple(keys)
         self._policy.touch(keys)
         now = self._clock()
         for key in keys:
             if (entry := self._entries.get(key)) is not None:
                 entry.last_used = now
-                entry.num_hits += hit
+
+    def used(self, entry: Entry) -> str:
+        """Note that the entry's payload is used now, and return the tier that it came from for this use.
+
+        Only the first use of what was fetched counts for the tier below, which has counted it; later ones are hits here.
+        """
+        source = entry.source
+        if entry.fetch is not None and entry.fetch.results:  # arrived, not yet taken note of by `filled`
+            source = "disk" if entry.fetch.results[entry.fetch_index] == ord("d") else "shared"
+        entry.num_hits += source == "host"
+        entry.source = "host"
+        return source
 
     def apply_drops(self) -> int:
         """Remove the entries of the drop set and return how many there were."""

@@ -88,7 +88,7 @@ class HostEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostStat(msgspec.Struct, frozen=True):
-    """An engine's own counters, since its start. ``asked`` = hits by tier + ``miss``, all in tokens."""
+    """An engine's state and its counters since its start (``docs/metrics.md`` says what each counts, and in what)."""
 
     engine_id: str
     pid: int

@@ -113,7 +113,7 @@ class Header(NamedTuple):
             raise BadRecordError("a record's header does not match its own checksum")
         if codec != CODEC_RAW or flags != 0 or header_nbytes != HEADER_NBYTES or fields[14] != fields[15]:
             raise ForeignRecordError(f"a record uses codec {codec}, flags {flags}, which this program does not know")
-        return cls(*fields[5:15], fields[16])
+        return cls._make((*fields[5:15], fields[16]))
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> bytes:

@@ -111,7 +111,7 @@ def is_plain_prompt(request: Any) -> bool:
 
 
 class GpuCache:
-    """vLLM's own prefix cache, as far as planning asks it. Answers are hints: they decide what to fetch, not what to claim.
+    """vLLM's own prefix cache, as far as planning asks it. Answers are hints: what to fetch, not what to claim.
 
     Args:
         block_pool: vLLM's block pool, or None where it is not known.

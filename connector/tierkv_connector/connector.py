@@ -143,7 +143,7 @@ class TierKVConnector(KVConnectorBase_V1):
         return self._sched.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has given blocks out for a load, which must be reported whatever happens: a fault here fails the load."""
+        """vLLM has given blocks out for a load, which must be reported whatever happens: a fault fails the load."""
         assert self._sched is not None
         try:
             if not self._broken:

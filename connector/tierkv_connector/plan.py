@@ -11,13 +11,14 @@
     LOADING    the workers' copies to the GPU              DONE
     DONE       nothing                                     MATCHING (planned again after a preemption)
 
-A plan never answers vLLM: the host index does. While a plan is MATCHING or FETCHING within its deadline, vLLM is told to
-ask again.
+A plan never answers vLLM: the host index does. While a plan is MATCHING or FETCHING within its deadline, vLLM is told
+to ask again.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Any
 
 from tierkv.client import MatchReply
 from tierkv.hostindex import Entry, Fetch
@@ -109,6 +110,19 @@ class Plan:
     def failed(self) -> bool:
         """Return whether a chunk that was asked for is missing: what comes after it is of no use."""
         return any(f.results is not None and not _all_hits(f.results, len(f.entries)) for f in self.fetches)
+
+    def dump(self) -> dict[str, Any]:
+        """Return the plan as plain values, for tests that compare it."""
+        return {
+            "state": self.state.name,
+            "lane": self.lane,
+            "deadline": self.deadline,
+            "chunks": (self.start, self.next, self.stop, self.gpu_run),
+            "match": self.match and (self.match.letters,),
+            "fetches": [([e.slot for e in f.entries], f.results, f.released, f.applied) for f in self.fetches],
+            "shared_waits": [e.key for e in self.shared_waits],
+            "leased": [(e.key, e.slot) for e in self.leased],
+        }
 
 
 def _all_hits(results: bytes, count: int) -> bool:

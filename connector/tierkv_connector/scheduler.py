@@ -86,6 +86,14 @@ class RequestState:
     def anchor(self, i: int) -> bytes:
         return self.keys[anchor_index(i)]
 
+    def dump(self) -> dict[str, Any]:
+        """Return the state as plain values, for tests that compare it."""
+        return {
+            "flags": (self.epoch, self.shareable, self.no_load, self.asked, self.store_next),
+            "load": [e.key for e in self.load or ()],
+            "plan": self.plan and self.plan.dump(),
+        }
+
 
 class Scheduler:
     """The engine's one scheduler half.
@@ -403,7 +411,8 @@ class Scheduler:
         """
         assert self.client is not None
         payload_nbytes = self.pool.shape.payload_nbytes
-        first, entries = plan.next, []
+        first = plan.next
+        entries: list[Entry] = []
         while plan.next < stop:
             i = plan.next
             key = state.keys[i]
@@ -516,25 +525,18 @@ class Scheduler:
             first, stop = max(begin, i * per_chunk), min(end, (i + 1) * per_chunk)
             pieces.append(Piece(entry.slot, first - i * per_chunk, tuple(block_ids[first:stop])))
             entries.append(entry)
-        self._count(state, begin // per_chunk, entries)
+        for entry in entries:
+            self.counters[f"{self.index.used(entry)}_hits"] += 1
         wait_until = self._clock() + self.config.deadline_s
         for entry in entries:
             self.index.pin(entry)
             self._loading[entry.key] = wait_until
-        self.index.touch(state.keys[: -(-end // per_chunk)], hit=True)
+        self.index.touch(state.keys[: -(-end // per_chunk)])
         self._end_plan(state)
         assert state.plan is not None
         state.plan.to(State.LOADING)
         state.load = entries
         self._loads.append(LoadJob(state.request.request_id, tuple(pieces)))
-
-    def _count(self, state: RequestState, first: int, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            source = entry.source
-            if entry.fetch is not None and entry.fetch.results:  # arrived, not yet taken note of
-                source = "disk" if entry.fetch.results[entry.fetch_index : entry.fetch_index + 1] == b"d" else "shared"
-            self.counters[f"{source}_hits"] += 1
-            entry.source = "host"  # the next one finds it here
 
     def _load_ended(self, req_id: str, failed: bool) -> None:
         state = self.requests.get(req_id)
@@ -688,6 +690,26 @@ class Scheduler:
             num_evicted=self.index.num_evicted,
             counters=counters,
         )
+
+    def dump(self) -> dict[str, Any]:
+        """Return the whole state as plain values, for tests that compare it."""
+        return {
+            "index": self.index.dump(),
+            "requests": {req_id: state.dump() for req_id, state in self.requests.items()},
+            "plans": list(self._plans),
+            "waiting": list(self._waiting),
+            "loading": dict(self._loading),
+            "ended_loads": {req_id: [e.key for e in entries] for req_id, entries in self._ended_loads.items()},
+            "loads": list(self._loads),
+            "stores": {job_id: (e.key, e.slot, e.generation) for job_id, (e, _) in self._stores.items()},
+            "fetching": [([e.slot for e in f.entries], f.results, f.released, f.applied) for f in self._fetching],
+            "fetch_nbytes": self._fetch_nbytes,
+            "num_leased": self._num_leased,
+            "next_job": self._next_job,
+            "store_queue": (self._store_queue.nbytes, self._store_queue.num_lost, self._store_queue.num_stored),
+            "epoch": (self._epoch, self._epoch_nonce, self._identity, self._shareable),
+            "counters": dict(self.counters),
+        }
 
 
 class _Bytes:

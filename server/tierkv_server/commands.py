@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ class Connection:
         self.fds: list[int] = []
         self.session: Session | None = None
         self.owns_session = False
-        self.subscribing = False
+        self.after_reply: Callable[[], None] | None = None
         self.closing = False
 
     def take_fds(self) -> list[int]:
@@ -49,10 +50,10 @@ class Connection:
         return fds
 
     def replied(self) -> None:
-        """Note that the last command's reply has been sent. Pushes begin after the reply to SUBSCRIBE."""
-        if self.subscribing and self.session:
-            self.session.subscribe(self.sock)
-        self.subscribing = False
+        """Do what the last command left for the time after its reply."""
+        todo, self.after_reply = self.after_reply, None
+        if todo:
+            todo()
 
     def need_session(self) -> Session:
         if self.session is None:
@@ -114,7 +115,7 @@ class Commands:
             return command(connection, words[1:])
         except RefusedError as error:
             return Error(f"REFUSED {error}")
-        except (IndexError, ValueError, struct.error, msgspec.MsgspecError) as error:
+        except (IndexError, ValueError, ArithmeticError, struct.error, msgspec.MsgspecError) as error:
             return Error(f"ERR bad arguments for {name.decode()}: {error}")
         except TierKVError as error:
             return Error(f"ERR {error}")
@@ -131,18 +132,17 @@ class Commands:
         _check_version(args[0])
         hello = msgspec.json.decode(args[0], type=Hello)
         self._check_shared(hello)
-        fds = connection.take_fds()
-        if connection.session is not None or len(fds) != hello.shape.num_parts + 1:
-            for fd in fds:
-                os.close(fd)
+        num_fds = len(connection.fds)
+        if connection.session is not None or num_fds != hello.shape.num_parts + 1 or not _is_socket(connection.fds[-1]):
             raise RefusedError(
                 f"TKV.HELLO opens a session once, with {hello.shape.num_parts} pool segments and a lease socket; "
-                f"{len(fds)} descriptors came"
+                f"{num_fds} descriptors came"
             )
+        if hello.shape.payload_nbytes != hello.namespace.payload_nbytes:
+            raise RefusedError("the pool's slots and the namespace's payloads differ in size")
+        fds = connection.take_fds()
         lease = socket.socket(fileno=fds[-1])
         try:
-            if hello.shape.payload_nbytes != hello.namespace.payload_nbytes:
-                raise RefusedError("the pool's slots and the namespace's payloads differ in size")
             pool = HostPool.from_fds(hello.shape, fds[:-1])
         except BaseException:
             lease.close()
@@ -182,8 +182,8 @@ class Commands:
         return Simple("OK")
 
     def _subscribe(self, connection: Connection, args: Sequence[bytes]) -> Value:
-        connection.need_session()
-        connection.subscribing = True
+        session = connection.need_session()
+        connection.after_reply = lambda: session.subscribe(connection.sock)  # no push before the reply
         return Simple("OK")
 
     def _answer(self, connection: Connection, args: Sequence[bytes]) -> Value:
@@ -223,7 +223,7 @@ class Commands:
 
     def _shutdown(self, connection: Connection, args: Sequence[bytes]) -> Value:
         connection.closing = True
-        self._leave()
+        connection.after_reply = self._leave
         return Simple("OK")
 
 
@@ -236,6 +236,10 @@ def _check_version(body: bytes) -> None:
             f"engine is TierKV {about.get('version')}, protocol {about.get('protocol')}; use one version for both, "
             f"or give the engine a disk_dir of its own"
         )
+
+
+def _is_socket(fd: int) -> bool:
+    return stat.S_ISSOCK(os.fstat(fd).st_mode)
 
 
 def _keys(packed: bytes) -> list[bytes]:

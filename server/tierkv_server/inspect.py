@@ -150,6 +150,8 @@ class Inspector:
         """
         if not (select.prefix or select.keys or select.everything):
             raise RefusedError("nothing was named to evict; name a prefix, token ids or a namespace")
+        if select.everything and len(self._chosen(select)) > 1:
+            raise RefusedError(f"namespace {select.ns!r} fits {len(self._chosen(select))}; write more digits of its id")
         tiers = self._tiers(select)
         total: dict[str, int] = dict.fromkeys(tiers, 0)
         prefixes: list[str] = []
@@ -261,6 +263,7 @@ def _row(forest: Forest, leaf: Node, ns_id: bytes, namespace: Namespace) -> dict
         "depth_blocks": (leaf.position + 1) * layout.blocks_per_chunk,
         "tokens": leaf.position * layout.chunk_tokens + leaf.num_tokens,
         "num_stored": len(chain),
+        "branch": next((n.key.hex()[:ID_DIGITS] for n in reversed(chain) if len(n.children) > 1), ""),
         "nbytes": sum_by_tier(chain),
         "tiers": [t for t in (HOST, "disk", "shared") if any(t in n.nbytes for n in chain)],
         "hits": max(n.num_hits for n in own),

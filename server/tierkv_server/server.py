@@ -33,6 +33,8 @@ logger = logging.getLogger("tierkv")
 MAX_CONNECTIONS = 512
 MAX_FDS = 64
 _RECV_NBYTES = 1 << 18
+#: A client that takes nothing for this long (struct timeval: seconds, microseconds) is cut off.
+_SEND_TIMEOUT = struct.pack("ll", 5, 0)
 #: A server that was launched for an engine waits this long for it to say hello.
 STARTUP_GRACE_S = 60.0
 
@@ -61,18 +63,16 @@ class Server:
         self._had_engine = False
         self._idle_since = time.monotonic()
         self._listener: socket.socket | None = None
-        service: Service | None = None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._lock_fd)
             disk = DiskTier(config.disk_dir, config.disk_bytes)
+            undo.callback(disk.close)
             shared = SharedTier(config.shared_url) if config.shared_url else None
-            self.service = service = Service(disk, shared)
+            self.service = Service(disk, shared)
+            undo.callback(self.service.close)
             self.commands = Commands(self.service, config, self._leave.set)
             self._listener = listen(config.socket)
-        except BaseException:
-            if service:
-                service.close()
-            os.close(self._lock_fd)
-            raise
+            undo.pop_all()
 
     def run(self) -> None:
         """Serve until a signal, SHUTDOWN, or the end of the linger; then give everything back."""
@@ -142,6 +142,7 @@ class Server:
             if not self._admit(sock):
                 sock.close()
                 continue
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
             connection = Connection(sock)
             with self._guard:
                 self._connections.add(connection)
@@ -164,8 +165,11 @@ class Server:
                 if not data:
                     break
                 for value in parser.feed(data):
-                    connection.sock.sendall(encode(self._answer(connection, value)))
-                    connection.replied()
+                    reply = self._answer(connection, value)
+                    try:
+                        connection.sock.sendall(encode(reply))
+                    finally:
+                        connection.replied()
         except ProtocolError as error:
             with contextlib.suppress(OSError):
                 connection.sock.sendall(encode(Error(f"ERR protocol: {error}")))
@@ -187,6 +191,7 @@ class Server:
             os.close(fd)
         if connection.owns_session and connection.session:
             self.service.close_session(connection.session)
+            self._had_engine, self._idle_since = True, time.monotonic()  # it may have come and gone between two looks
             logger.info("engine %s left", connection.session.hello.engine_id)
 
 

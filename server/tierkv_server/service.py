@@ -47,8 +47,9 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.num_stale = 0  #: stores dropped because the slot was reused while they were copied
         self.num_unstaged = 0  #: stores dropped because staging memory was full
-        self._staging = Staging(STORE_NBYTES + 4 * COMMAND_NBYTES)
-        self._disk_writer = TierWriter(disk, 2 * COMMAND_NBYTES, COMMAND_NBYTES)
+        # What both queues may hold, and room for the stores under way: a slow tier never takes that of another.
+        self._staging = Staging(2 * STORE_NBYTES + 8 * COMMAND_NBYTES)
+        self._disk_writer = TierWriter(disk, STORE_NBYTES, COMMAND_NBYTES)  # what came from the shared tier
         self._shared_writer = TierWriter(shared, STORE_NBYTES, COMMAND_NBYTES) if shared else None
         self._evicted: dict[bytes, int] = {}
         self._evictions = 0

@@ -308,10 +308,31 @@ def test_after_a_crash_of_the_machine_an_environment_starts_empty(
     with opened(tmp_path) as tier:
         assert all(tier.match(NS_ID, refs)), "closed properly: another boot is no reason"
     mark.write_bytes(while_open)
-    (mark.parent / "data.mdb").write_bytes(b"torn" * 5000)
+    with opened(tmp_path) as tier:
+        assert tier.namespaces() == {}, "it was open when the other boot ended"
+        assert not mark.parent.exists()
+        tier.add_namespace(NAMESPACE)
+        fill(tier, NAMESPACE, 1, 4)
+
+
+def test_an_environment_that_may_be_torn_is_not_even_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as tier:
+        tier.add_namespace(NAMESPACE)
+        fill(tier, NAMESPACE, 1, 4)
+    mark = tmp_path / "ns" / NS_ID.hex() / "tierkv.json"
+    mark.write_text(json.dumps({"format": DISK_FORMAT, "boot": "another boot"}))
+    monkeypatch.setattr(lmdb, "open", lambda *_, **__: pytest.fail("it was opened"))
     with opened(tmp_path) as tier:
         assert tier.namespaces() == {}
-        assert not mark.parent.exists()
+
+
+def test_a_damaged_environment_of_this_boot_starts_empty(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        tier.add_namespace(NAMESPACE)
+        fill(tier, NAMESPACE, 1, 4)
+    (tmp_path / "ns" / NS_ID.hex() / "data.mdb").write_bytes(b"torn" * 5000)
+    with opened(tmp_path) as tier:
+        assert tier.namespaces() == {}
         tier.add_namespace(NAMESPACE)
         fill(tier, NAMESPACE, 1, 4)
 

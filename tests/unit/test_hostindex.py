@@ -237,13 +237,20 @@ def test_clear(index: HostIndex) -> None:
     assert_returned(index)
 
 
-def test_touch_notes_time_and_hits(index: HostIndex) -> None:
+def test_touch_notes_the_time(index: HostIndex) -> None:
     entries = chain(index, 10, 2)
     before = entries[0].last_used
-    index.touch([key(10), key(11), key(12)], hit=True)
+    index.touch([key(10), key(11), key(12)])
     index.touch([key(10)])
-    assert [e.num_hits for e in entries] == [1, 1]
     assert entries[0].last_used > entries[1].last_used > before
+
+
+def test_a_fetched_chunk_is_a_hit_of_its_tier_once_and_of_the_host_after(index: HostIndex) -> None:
+    entry = index.reserve(key(10), key(9), 0, 16)
+    assert entry is not None
+    index.filled(entry, "disk")
+    assert [index.used(entry) for _ in range(3)] == ["disk", "host", "host"]
+    assert entry.num_hits == 2
 
 
 def test_questions_change_nothing(index: HostIndex) -> None:
@@ -389,7 +396,7 @@ class HostIndexMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(keys, max_size=4))
     def touch(self, numbers: list[int]) -> None:
-        self.index.touch([key(n) for n in numbers], hit=True)
+        self.index.touch([key(n) for n in numbers])
 
     @rule()
     def clear(self) -> None:

@@ -17,10 +17,16 @@ _PIPE_WIDTH = 100_000
 NS_DIGITS = 8
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command line how a closed pipe ends."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Return a console on standard output that prints text as it is."""
     tty = sys.stdout.isatty()
-    return Console(
+    return _Console(
         force_terminal=tty,
         width=None if tty else _PIPE_WIDTH,
         markup=False,

@@ -92,9 +92,9 @@ def _troubles(tiers: list[dict[str, Any]]) -> list[str]:
 
     lines = []
     for tier in tiers:
-        if tier["state"] == "out":
-            out = max(0.0, time.time() - tier["since"])
-            lines.append(f"{tier['name']}: out for {render.span(out)}, {tier['reason']}")
+        if tier["since"]:  # out, or up with a reservation
+            lasted = render.span(time.time() - tier["since"])
+            lines.append(f"{tier['name']}: {tier['state']}, for {lasted}: {tier['reason']}")
         counts = [f"{render.count(tier[f'num_{name}'])} {name}" for name in ("dropped", "bad", "errors")]
         if tier["num_dropped"] or tier["num_bad"] or tier["num_errors"]:
             lines.append(f"{tier['name']}: " + ", ".join(counts))

@@ -1,0 +1,322 @@
+"""A vLLM engine in a process of its own, under a test's control: obeys JSON lines, answers in JSON lines.
+
+The process is forked from a *nursery*, which has imported vLLM once: importing takes longer than starting an engine.
+Commands come on standard input, answers go to a descriptor of their own, vLLM's log to standard output and error.
+See :class:`engine_process.Engine` for the other side.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+TIMEOUT_S = 30.0
+
+
+class Driver:
+    """The commands: every public method is one; its arguments and its result are JSON."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+        self._count = 0
+        self._finished: dict[str, dict[str, Any]] = {}
+        self._asked: list[list[Any]] = []
+        self._requests: dict[tuple[tuple[int, ...], str | None], Any] = {}
+
+    # -- requests
+
+    def start(self, **settings: Any) -> int:
+        """Start the engine and return this process's id."""
+        from vllm import LLM
+
+        self._llm = LLM(**settings)
+        if self._in_process and self._core.scheduler.connector is not None:
+            self._record(self._core.scheduler.connector)
+        return os.getpid()
+
+    def run(
+        self, prompts: list[list[int]], max_tokens: int, salt: str | None = None, batch: bool = False
+    ) -> list[dict[str, Any]]:
+        """Run prompts greedily, together or one at a time, and return their answers."""
+        names = []
+        for prompt in prompts:
+            self._count += 1
+            names.append(f"run{self._count}")
+            self.add(names[-1], prompt, max_tokens, salt)
+            if not batch:
+                self._finish(names[-1:])
+        self._finish(names)
+        return [self._finished.pop(name) for name in names]
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, salt: str | None = None) -> None:
+        """Add a request; :meth:`step` runs it."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=4, detokenize=False)
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        if salt is not None:
+            request["cache_salt"] = salt
+        self._llm.llm_engine.add_request(name, request, params)
+
+    def step(self, num: int = 1) -> dict[str, dict[str, Any]]:
+        """Step ``num`` times and return the answers of the requests that have finished and were not returned yet."""
+        for _ in range(num):
+            if self._llm.llm_engine.has_unfinished_requests():
+                self._step()
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def idle(self) -> None:
+        """Step without a request until nothing is under way: what aborted requests left behind is reported here."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._core.scheduler.has_requests() or self._sched.has_pending_stores():
+            assert time.monotonic() < deadline, "the engine does not come to rest"
+            self._step()
+
+    def abort(self, names: list[str]) -> None:
+        """Abort requests."""
+        self._llm.llm_engine.abort_request(names)
+
+    def states(self) -> dict[str, str]:
+        """Return the scheduler's state of every request that it has."""
+        return {_name(r.request_id): r.status.name for r in self._core.scheduler.requests.values()}
+
+    def asked(self) -> list[list[Any]]:
+        """Return what the connector answered vLLM since the last call: [request, tokens computed, answer, times]."""
+        asked, self._asked = self._asked, []
+        return asked
+
+    def reset_gpu(self) -> bool:
+        """Empty vLLM's own prefix cache and nothing else."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def reset_all(self) -> bool:
+        """Reset the prefix cache and the connector's, as for new weights."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    # -- the connector's scheduler half
+
+    def stat(self) -> dict[str, Any]:
+        """Return the engine's own statistics."""
+        stat: dict[str, Any] = msgspec.to_builtins(self._sched.stat())
+        return stat
+
+    def connected(self) -> bool:
+        """Return whether there is a store server now."""
+        return self._sched.client is not None and self._sched.client.connected()
+
+    def settle(self) -> dict[str, int]:
+        """Wait until the store server has answered every STORE, and return the counters."""
+        self._wait(lambda: not self._sched.stat().counters["store_queue_nbytes"])
+        return dict(self._sched.stat().counters)
+
+    def clear_host(self) -> None:
+        """Empty the host pool as if the engine were new: same keys, same store server."""
+        self._sched.index.clear()
+
+    def keys(self, prompt: list[int], salt: str | None = None) -> list[str]:
+        """Return the keys of a prompt's chunks."""
+        return [key.hex() for key in self._keys(prompt, salt)]
+
+    def in_host(self, prompt: list[int], salt: str | None = None) -> list[str | None]:
+        """Return the digest of each chunk's payload in the host pool; None where it is not there."""
+        found: list[str | None] = []
+        for key in self._keys(prompt, salt):
+            entry = self._sched.index.get(key)
+            usable = entry is not None and entry.usable
+            found.append(_digest([bytes(p) for p in self._sched.pool.parts(entry.slot)]) if usable else None)
+        return found
+
+    def on_gpu(self, prompt: list[int], salt: str | None = None) -> list[str | None]:
+        """Return the digest of each chunk's bytes in the GPU's blocks, layer after layer; None where it is not there.
+
+        The request must have run in this process: its block hashes say where its blocks are.
+        """
+        hashes = self._requests[tuple(prompt), salt].block_hashes
+        layout = self._sched.layout
+        caches = self._core.model_executor.driver_worker.worker.model_runner.kv_caches
+        found: list[str | None] = []
+        for i in range(len(prompt) // layout.chunk_tokens):
+            first = i * layout.blocks_per_chunk
+            wanted = hashes[first : first + layout.blocks_per_chunk]
+            blocks = [self._core.scheduler.kv_cache_manager.block_pool.get_cached_block(h, [0]) for h in wanted]
+            if not all(blocks):
+                found.append(None)
+                continue
+            ids = [block[0].block_id for block in blocks if block]
+            found.append(_digest([cache[b].contiguous().numpy().tobytes() for cache in caches for b in ids]))
+        return found
+
+    def flip(self, prompt: list[int], chunk: int, word: int, bit: int, salt: str | None = None) -> list[float]:
+        """Flip one bit of one float32 in the slot of a chunk, where no checksum looks; return it before and after."""
+        entry = self._sched.index.get(self._keys(prompt, salt)[chunk])
+        words = np.frombuffer(self._sched.pool.parts(entry.slot)[0], dtype=np.uint32)
+        before = float(words.view(np.float32)[word])
+        words[word] ^= np.uint32(1 << bit)
+        return [before, float(words.view(np.float32)[word])]
+
+    def leases(self) -> dict[str, int]:
+        """Return everything that requests hold; all zero where no request is left."""
+        s, pool = self._sched, self._core.scheduler.kv_cache_manager.block_pool
+        s._apply_replies()
+        return {
+            "pins": sum(e.num_pins for e in s.index._entries.values()),
+            "quarantined": s.index.num_quarantined,
+            "slots": s.pool.shape.num_slots - s.index.num_free - s.index.num_quarantined - len(s.index),
+            "leased": s._num_leased,
+            "fetch_nbytes": s._fetch_nbytes,
+            "fetching": len(s._fetching),
+            "plans": len(s._plans),
+            "requests": len(s.requests),
+            "waiting": len(s._waiting),
+            "loading": len(s._loading),
+            "ended_loads": len(s._ended_loads),
+            "stores": len(s._stores),
+            "gpu_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        }
+
+    # --
+
+    def close(self) -> None:
+        """Shut the engine down as its user would."""
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+
+    @property
+    def _in_process(self) -> bool:
+        return hasattr(self._llm.llm_engine.engine_core, "engine_core")
+
+    @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
+
+    @property
+    def _sched(self) -> Any:
+        return self._core.scheduler.connector._sched
+
+    def _record(self, connector: Any) -> None:
+        ask, new = connector.get_num_new_matched_tokens, connector.on_new_request
+
+        def get_num_new_matched_tokens(request: Any, num_computed: int) -> Any:
+            answer = ask(request, num_computed)
+            row = [_name(request.request_id), num_computed, answer[0]]
+            if self._asked and self._asked[-1][:3] == row:
+                self._asked[-1][3] += 1
+            else:
+                self._asked.append([*row, 1])
+            return answer
+
+        def on_new_request(request: Any) -> None:
+            self._requests[tuple(request.prompt_token_ids), request.cache_salt] = request
+            new(request)
+
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+        connector.on_new_request = on_new_request
+
+    def _keys(self, prompt: Sequence[int], salt: str | None) -> list[bytes]:
+        from tierkv.keys import chain_keys, root_key
+
+        s = self._sched
+        root = root_key(s._identity, s._epoch_nonce, (salt or "").encode())
+        return chain_keys(root, prompt, s.layout.chunk_tokens)
+
+    def _step(self) -> None:
+        for output in self._llm.llm_engine.step():
+            if not output.finished:
+                continue
+            completion = output.outputs[0]
+            tokens = list(completion.token_ids)
+            self._finished[output.request_id] = {
+                "tokens": tokens,
+                "logprobs": [row[t].logprob.hex() for t, row in zip(tokens, completion.logprobs, strict=True)],
+                "others": [{str(t): p.logprob.hex() for t, p in row.items()} for row in completion.logprobs],
+                "cached": output.num_cached_tokens,
+                "reason": completion.finish_reason,
+            }
+
+    def _finish(self, names: Sequence[str]) -> None:
+        while any(name not in self._finished for name in names):
+            assert self._llm.llm_engine.has_unfinished_requests(), f"requests were lost: {names}"
+            self._step()
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, "not in time"
+            time.sleep(0.002)
+
+
+def _name(request_id: str) -> str:
+    """Return the name of a request as the test gave it; vLLM appends a random part."""
+    return request_id.rsplit("-", 1)[0]
+
+
+def _digest(parts: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def obey(answers: int) -> None:
+    """Read commands until their end; answer each on the descriptor ``answers``."""
+    driver = Driver()
+    with os.fdopen(answers, "w") as out:
+        for line in sys.stdin:
+            command = json.loads(line)
+            try:
+                answer = {"result": getattr(driver, command.pop("op"))(**command)}
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            print(json.dumps(answer), file=out, flush=True)
+    driver.close()
+
+
+def nursery(link: socket.socket) -> None:
+    """Import vLLM; then fork a process for every message on ``link`` (its environment, with three descriptors)."""
+    import vllm
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
+    while True:
+        data, fds, _, _ = socket.recv_fds(link, 1 << 16, 3)
+        if not data:
+            return
+        pid = os.fork()
+        if not pid:
+            link.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            for fd, number in zip((fds[0], fds[2], fds[2]), (0, 1, 2), strict=True):
+                os.dup2(fd, number)
+            sys.stdin = os.fdopen(0)
+            for name, value in json.loads(data).items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            os.set_inheritable(fds[1], False)
+            obey(fds[1])
+            sys.stdout.flush()
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+        link.send(str(pid).encode())
+
+
+if __name__ == "__main__":
+    nursery(socket.socket(fileno=int(sys.argv[1])))

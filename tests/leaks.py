@@ -1,0 +1,46 @@
+"""What a process leaves behind: children, pool memory, names in /dev/shm, descriptors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def children() -> set[int]:
+    """Return the processes that this one started and that still run."""
+    found = set()
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+                found.add(int(directory.name))
+    return found
+
+
+def pool_files(pid: int | str = "self") -> set[str]:
+    """Return the descriptors and mappings of pool segments that a process has, each by its inode."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:tierkv" in str(fd.readlink()):
+                found.add(str(fd.stat().st_ino))
+        except OSError:
+            continue
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:tierkv" in line:
+            found.add(line.split()[4])
+    return found
+
+
+def shm_names() -> set[str]:
+    """Return the names in /dev/shm, without those of Python's own multiprocessing."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith(("sem.", "psm_"))}
+
+
+def num_fds() -> int:
+    """Return how many descriptors this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
