@@ -2,8 +2,8 @@
 
 A model of realistic shape with seeded weights (hidden 1024, 8 layers, 16 heads, 2 KV heads, bfloat16: 4 KiB of KV a
 token). Each repeat takes a fresh prompt through all tiers in turn; every figure is proven by the engine's counters.
-The bar is a ratio to the GPU hit of the same run. ``--in-tree DIR`` runs vLLM's own offloading beside it: DIR holds a module
-``in_tree_on_cpu`` with the specs ``CpuPlatOffloadingSpec`` and ``CpuPlatTieringSpec``.
+The bar is a ratio to the GPU hit of the same run. ``--in-tree DIR`` runs vLLM's own offloading beside it: DIR holds
+the module ``in_tree_on_cpu`` with the specs ``CpuPlatOffloadingSpec`` and ``CpuPlatTieringSpec``.
 """
 
 from __future__ import annotations

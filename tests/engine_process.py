@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tierkv.client import AdminClient
 from tierkv.config import socket_path
@@ -218,6 +218,11 @@ class Engine:
             finished = self.step()
             assert not finished, f"{list(finished)} finished too early"
 
+    def abort_all(self) -> None:
+        """Abort every request and wait until the engine is at rest."""
+        self.call("abort", names=list(self.call("states")))
+        self.call("idle")
+
     def counters(self) -> dict[str, int]:
         """Return the connector's counters, once every STORE has been answered."""
         counters: dict[str, int] = self.call("settle")
@@ -288,7 +293,7 @@ class Engine:
 class _Nursery:
     """The process that engines are forked from: one a hash seed, for as long as the tests run."""
 
-    _known: dict[str | None, _Nursery] = {}
+    _known: ClassVar[dict[str | None, _Nursery]] = {}
 
     def __init__(self, hash_seed: str | None) -> None:
         env = os.environ | _NURSERY_ENV

@@ -252,22 +252,20 @@ class FakeEngine:
             generation=entry.generation,
         )
 
-    def _fetch(self, keys: Sequence[bytes], start: int, salt: str) -> list[str]:
-        """Fetch what the server has of ``keys`` from ``start`` on, and return where each chunk came from."""
+    def _fetch(self, keys: Sequence[bytes], start: int, salt: str) -> None:
+        """Fetch what the server has of ``keys`` from ``start`` on."""
         if start == len(keys):
-            return []
+            return
         anchor = keys[anchor_index(start)]
         reply = self.client.match(0, start, anchor, keys[start:])
         wait_until(lambda: reply.letters is not None, what="no reply to MATCH")
         stop = start + len(reply.letters or b"")
-        sources: list[str] = []
         step = max(1, COMMAND_NBYTES // self.shape.payload_nbytes)
         for at in range(start, stop, step):
             entries = [self._reserve(keys, i, salt) for i in range(at, min(stop, at + step))]
-            sources += self._fetch_entries(entries, at, keys)
-        return sources
+            self._fetch_entries(entries, at, keys)
 
-    def _fetch_entries(self, entries: Sequence[Entry], start: int, keys: Sequence[bytes]) -> list[str]:
+    def _fetch_entries(self, entries: Sequence[Entry], start: int, keys: Sequence[bytes]) -> None:
         fetch = Fetch(entries)
         for i, entry in enumerate(entries):
             entry.fetch, entry.fetch_index = fetch, i
@@ -280,7 +278,6 @@ class FakeEngine:
                 self.index.filled(entry, names[letter])
             else:
                 self.index.drop(entry, filling=not fetch.released)
-        return [names.get(letter, "miss") for letter in letters]
 
     # -- pushes, on the reader thread
 
@@ -292,7 +289,7 @@ class FakeEngine:
             return msgspec.msgpack.encode([_host_entry(e) for e in self.index.snapshot()])
         if what == "has":
             return bytes(self._has(key) for key in keys)
-        if what == "evict":
+        if what == "invalidate":
             count = sum(self._has(key) for key in keys)
             self.client.drop(keys, self.index.dropped)
             return str(count).encode()

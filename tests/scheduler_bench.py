@@ -332,6 +332,7 @@ class Bench:
         self.preempted: set[str] = set()
         self.stored: dict[bytes, bytes] = {}  # what the store server has: key -> letter
         self.contents: dict[bytes, bytes] = {}  # key -> payload
+        self.private: set[bytes] = set()  # keys of what was computed after a reset: nobody else may see it
         self.keys: dict[str, list[bytes]] = {}
         self.answers: list[tuple[str, int, Any]] = []
         self.meta = TierKVMetadata()
@@ -347,6 +348,7 @@ class Bench:
         self.hits: Counter[str] = Counter()
         self.num_claimed = self.num_loaded_chunks = self.num_none = 0
         self._num_added = 0
+        self._num_checked = 0
 
     def close(self) -> None:
         self.pool.close()
@@ -356,9 +358,9 @@ class Bench:
     WEIGHTS: dict[str, float] = {  # noqa: RUF012
         "step": 30,
         "add": 9,
-        "reply": 22,
-        "tick": 5,
-        "device": 14,
+        "reply": 40,
+        "tick": 4,
+        "device": 24,
         "store_reply": 6,
         "probe": 8,
         "abort": 2,
@@ -368,8 +370,8 @@ class Bench:
         "connect": 4,
         "late_write": 2,
         "end_leases": 2,
-        "reset": 0.5,
-        "gpu_forgets": 1,
+        "reset": 0.8,
+        "gpu_forgets": 4,
     }
 
     def do(self) -> str:
@@ -405,7 +407,7 @@ class Bench:
             self.answer(self.rng.choice(lanes), bad=self.rng.random() < 0.05)
 
     def op_tick(self) -> None:
-        self.now += self.rng.choice((0.01, 0.3, 1.0, 2.5))
+        self.now += self.rng.choice((0.01, 0.1, 0.3, 1.0, 2.5))
 
     def op_device(self) -> None:
         if self.rng.random() < 0.5 and self.pending_stores:
@@ -432,7 +434,8 @@ class Bench:
 
     def op_push(self) -> None:
         """The store server asks or evicts, at any moment."""
-        known = list(self.contents)
+        held = [e.key for e in self.sched.index.snapshot()]
+        known = held if held and self.rng.random() < 0.7 else list(self.contents)
         if not known:
             return
         keys = self.rng.sample(known, min(len(known), self.rng.randint(1, 4)))
@@ -463,7 +466,7 @@ class Bench:
         self.client.end_leases()
 
     def op_reset(self) -> None:
-        self.reset(self.rng.random() < 0.5)
+        self.reset(running_too=self.rng.random() < 0.5, connector_too=self.rng.random() < 0.6)
 
     def op_gpu_forgets(self) -> None:
         """Other requests have used the free blocks of the GPU."""
@@ -486,6 +489,8 @@ class Bench:
             blocks = request.block_hashes[i * BLOCKS_PER_CHUNK : (i + 1) * BLOCKS_PER_CHUNK]
             self.contents[key] = b"".join(blocks)
         self.keys[request.request_id] = keys
+        if self.sched._epoch:
+            self.private.update(keys)
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.sched.on_new_request(request)
@@ -522,15 +527,18 @@ class Bench:
         self.waiting.appendleft(request)
         self.preempted.add(request.request_id)
 
-    def reset(self, running_too: bool = False) -> None:
-        """``reset_prefix_cache(reset_running_requests=running_too, reset_connector=True)``."""
+    def reset(self, running_too: bool = False, connector_too: bool = True) -> None:
+        """``reset_prefix_cache(reset_running_requests=running_too, reset_connector=connector_too)``."""
         if running_too and any(r.status == "loading" or r.num_computed for r in self.waiting):
             running_too = False  # vLLM refuses
         if running_too:
             while self.running:
                 self._preempt(self.running.pop())
         self.gpu.reset()
-        self.sched.reset_cache()
+        if connector_too:
+            self.sched.reset_cache()
+            assert not len(self.sched.index)
+            assert not self.sched._plans and not self.sched._unstarted
 
     # -- vLLM's scheduler
 
@@ -923,10 +931,9 @@ class Bench:
         assert sched._fetch_nbytes == nbytes <= max(scheduler_module.PLAN_NBYTES, PAYLOAD_NBYTES)
         queued = sum(len(items) for items, _ in self.client.stores) * PAYLOAD_NBYTES
         assert queued <= sched._store_queue.nbytes <= scheduler_module.STORE_NBYTES
-        for command in self.client.log:
-            if command[0] == "fetch":
-                _, _, start, anchor, entries = command
-                assert len(entries) * PAYLOAD_NBYTES <= max(scheduler_module.COMMAND_NBYTES, PAYLOAD_NBYTES)
+        for command in self.client.log[self._num_checked :]:
+            self._check_command(*command)
+        self._num_checked = len(self.client.log)
         loading = {key for keys, _ in self.loads_under_way.values() for key in keys}
         assert set(sched._loading) <= loading
         assert all(until <= self.now + DEADLINE_S for until in sched._loading.values())
@@ -935,10 +942,26 @@ class Bench:
         for request in self.requests.values():
             if request.status in ("running", "loading"):
                 assert request.request_id not in sched._waiting
+                assert request.request_id not in sched._unstarted
                 if (state := sched.requests.get(request.request_id)) is not None:
                     assert state.plan is not None and not state.plan.leased
                     loading_now = request.status == "loading" and not request.recved
                     assert state.plan.state is (State.LOADING if loading_now else State.DONE)
+
+    def _check_command(self, kind: str, *words: Any) -> None:
+        most = max(1, scheduler_module.COMMAND_NBYTES // PAYLOAD_NBYTES)
+        if kind == "store":
+            keys = [item.key for item in words[0]]
+            assert len(keys) <= most
+        elif kind == "drop":
+            return
+        else:
+            _, start, anchor, chunks = words
+            keys = [chunk if kind == "match" else chunk[0] for chunk in chunks]
+            assert kind == "match" or len(keys) <= most
+            chains = [chain for chain in self.keys.values() if chain[start : start + len(keys)] == keys]
+            assert chains and anchor == chains[0][anchor_index(start)]
+        assert self.private.isdisjoint(keys), "the store server was told of what is to stay on this host"
 
     def dump(self) -> dict[str, Any]:
         """Return the state of every tier, what was sent and what was answered, as plain values."""
@@ -976,14 +999,10 @@ class Bench:
         """Check that nothing is held by anybody."""
         sched, index = self.sched, self.sched.index
         assert not (sched._plans or sched._loading or sched._stores or sched._loads or sched._fetching)
-        assert not (sched.requests or sched._waiting or sched._ended_loads)
+        assert not (sched.requests or sched._waiting or sched._ended_loads or sched._failed_loads or sched._unstarted)
         assert (sched._fetch_nbytes, sched._num_leased, sched._store_queue.nbytes) == (0, 0, 0)
         assert index.num_quarantined == 0
         assert not index.dropped
         assert all(e.state == Entry.READY and not e.num_pins for e in index._entries.values())
         assert index.num_free + len(index) == self.pool.shape.num_slots
         assert not sched.has_pending_stores()
-
-
-def anchor_of(keys: Sequence[bytes], position: int) -> bytes:
-    return keys[anchor_index(position)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import shutil
@@ -24,6 +25,7 @@ class RedisServer:
         self.port = free_port()
         self.socket = directory / f"redis-{self.port}.sock"
         self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self.kill)  # of a test that failed before it could
 
     @property
     def url(self) -> str:

@@ -34,6 +34,7 @@ from tierkv.launcher import Launcher
 from tierkv.messages import Hello, StoreItem, Welcome
 from tierkv.resp import Error, Parser, Simple, Value, encode_command
 from tierkv.sizes import format_size
+from tierkv.threads import leave_compute_core
 from tierkv.unix import short_path
 
 logger = logging.getLogger("tierkv")
@@ -244,6 +245,7 @@ class StoreClient:
     # -- the reader thread
 
     def _run(self) -> None:
+        leave_compute_core()
         while not self._closed:
             try:
                 self._step()
@@ -312,7 +314,7 @@ class StoreClient:
             self._selector.register(lane.sock, selectors.EVENT_READ, lane)
         self._selector.register(lease, selectors.EVENT_READ, "lease")
         self._session = session
-        if self._hello.disk_bytes not in (None, welcome.disk_bytes, self._warned_of):
+        if self._hello.disk_bytes not in (None, welcome.disk_bytes) and self._warned_of != welcome.disk_bytes:
             self._warned_of = welcome.disk_bytes
             logger.warning(
                 "the store server of %s runs with disk_bytes=%s, which holds; this engine asked for %s",

@@ -191,7 +191,7 @@ class HostIndex:
         return entry
 
     def filled(self, entry: Entry, source: str) -> None:
-        """Note that the entry's payload is in its slot. ``source``: ``"host"`` (spilled), ``"disk"`` or ``"shared"``."""
+        """Note that the entry's payload is in its slot, from ``"host"`` (spilled), ``"disk"`` or ``"shared"``."""
         if entry.state == Entry.FILLING:
             entry.source = source
             entry.state = Entry.READY
@@ -252,11 +252,11 @@ class HostIndex:
     def used(self, entry: Entry) -> str:
         """Note that the entry's payload is used now, and return the tier that it came from for this use.
 
-        Only the first use of what was fetched counts for the tier below, which has counted it; later ones are hits here.
+        The first use of what was fetched is a hit of the tier below, which has counted it; later ones are hits here.
         """
+        if entry.fetch is not None and entry.fetch.results:  # arrived, not yet taken note of
+            self.filled(entry, "disk" if entry.fetch.results[entry.fetch_index] == ord("d") else "shared")
         source = entry.source
-        if entry.fetch is not None and entry.fetch.results:  # arrived, not yet taken note of by `filled`
-            source = "disk" if entry.fetch.results[entry.fetch_index] == ord("d") else "shared"
         entry.num_hits += source == "host"
         entry.source = "host"
         return source

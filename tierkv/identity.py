@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import re
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from tierkv.layout import canonical_json
 
@@ -28,6 +30,8 @@ CONFIG_PATTERN = re.compile(r"(config|params|.*quant.*)\.json")
 _BLOB = re.compile(r"[0-9a-f]{64}")
 _READ_NBYTES = 4 << 20
 _MAX_REMEMBERED = 20_000
+#: A file that changed less than this ago may change again within one tick of its time stamps: it is not remembered.
+_SETTLED_S = 2.0
 
 
 class FileHashes:
@@ -40,8 +44,8 @@ class FileHashes:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._known: dict[str, str] = json.loads(path.read_text())["files"]
-        except (OSError, ValueError, KeyError, TypeError):
+            self._known = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, str]])["files"]
+        except (OSError, KeyError, msgspec.MsgspecError):
             self._known = {}
         self.num_hashed = 0
 
@@ -55,13 +59,15 @@ class FileHashes:
         if real.parent.name == "blobs" and _BLOB.fullmatch(real.name):
             return real.name
         before = _stamp(real)
-        if before not in self._known:
-            digest = _hash_file(real)
-            if _stamp(real) != before:
-                raise OSError(f"{path} changed while it was read")
+        if before in self._known:
+            return self._known[before]
+        digest = _hash_file(real)
+        if _stamp(real) != before:
+            raise OSError(f"{path} changed while it was read")
+        if time.time() - real.stat().st_ctime > _SETTLED_S:
             self._known[before] = digest
             self.num_hashed += 1
-        return self._known[before]
+        return digest
 
     def save(self) -> None:
         """Remember what was hashed. A cache folder that cannot be written only costs the next start its time."""
@@ -70,9 +76,14 @@ class FileHashes:
         kept = dict(list(self._known.items())[-_MAX_REMEMBERED:])
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-                json.dump({"files": kept}, file)
-            Path(file.name).replace(self._path)
+            with tempfile.NamedTemporaryFile("wb", dir=self._path.parent, delete=False) as file:
+                try:
+                    file.write(msgspec.json.encode({"files": kept}))
+                    file.flush()
+                    Path(file.name).replace(self._path)
+                except BaseException:
+                    Path(file.name).unlink(missing_ok=True)
+                    raise
 
 
 def directory_digests(directory: Path, hashes: FileHashes) -> dict[str, str]:

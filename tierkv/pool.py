@@ -27,6 +27,7 @@ import numpy.typing as npt
 from tierkv.errors import ConfigError
 from tierkv.memory import available_memory
 from tierkv.sizes import format_size
+from tierkv.threads import leave_compute_core
 
 PAGE = mmap.PAGESIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -160,6 +161,7 @@ def _populate(data: npt.NDArray[np.uint8]) -> None:
     lock = threading.Lock()
 
     def work() -> None:
+        leave_compute_core()
         while True:
             with lock:
                 at = next(starts, None)

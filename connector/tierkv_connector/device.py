@@ -6,19 +6,19 @@ bytes: :mod:`tierkv.layout` says what they mean). A *region* is one layer's cach
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from tierkv.errors import ConfigError
 from tierkv.pool import HostPool
+from tierkv.threads import leave_compute_core
 from tierkv_connector.metadata import LoadJob, Piece, StoreJob
 
 logger = logging.getLogger("tierkv")
@@ -137,13 +137,13 @@ def _cells(regions: Sequence[Region], pool: HostPool, rank: int, blocks_per_chun
 class CpuDevice:
     """Backend where the "GPU" is host memory: stores at once on the worker's thread, loads on a thread beside it.
 
-    A store is over before the next step begins, so nothing needs a fence. The load thread runs on any core but the
-    one that the worker computes on, where the machine has one.
+    A store is over before the next step begins, so nothing needs a fence. Copies go through numpy, which releases the
+    GIL and, unlike torch, starts no OpenMP threads beside those that compute.
     """
 
     def __init__(self, regions: Sequence[Region], pool: HostPool, rank: int, blocks_per_chunk: int) -> None:
-        self._regions = list(regions)
-        self._cells = _cells(regions, pool, rank, blocks_per_chunk)
+        cells = _cells(regions, pool, rank, blocks_per_chunk)
+        self._layers = [(r.cache.numpy(), c.numpy()) for r, c in zip(regions, cells, strict=True)]
         self._block_nbytes = sum(r.block_nbytes for r in regions)
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._todo: queue.SimpleQueue[LoadJob | None] = queue.SimpleQueue()
@@ -171,11 +171,10 @@ class CpuDevice:
         if self._thread.is_alive():
             self._todo.put(None)
             self._thread.join()
-        self._regions, self._cells = [], []
+        self._layers = []
 
     def _load_loop(self) -> None:
-        _leave_compute_core()
-        torch.set_num_threads(1)
+        leave_compute_core()
         while (job := self._todo.get()) is not None:
             self._timed(job, job.pieces, self._load_piece)
 
@@ -191,22 +190,14 @@ class CpuDevice:
         self._done.put(Done(job, ok, num_blocks * self._block_nbytes, time.perf_counter() - began))
 
     def _store_piece(self, piece: Piece) -> None:
-        index = torch.tensor(piece.block_ids)
         stop = piece.first + len(piece.block_ids)
-        for region, cells in zip(self._regions, self._cells, strict=True):
-            torch.index_select(region.cache, 0, index, out=cells[piece.slot, piece.first : stop])
+        for cache, cells in self._layers:
+            np.take(cache, piece.block_ids, axis=0, out=cells[piece.slot, piece.first : stop], mode="clip")
 
     def _load_piece(self, piece: Piece) -> None:
-        index = torch.tensor(piece.block_ids)
-        stop = piece.first + len(piece.block_ids)
-        for region, cells in zip(self._regions, self._cells, strict=True):
-            region.cache.index_copy_(0, index, cells[piece.slot, piece.first : stop])
-
-
-def _leave_compute_core() -> None:
-    """Let this thread run on every core of the machine: it inherited the compute thread's affinity."""
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(threading.get_native_id(), range(os.cpu_count() or 1))
+        stop, ids = piece.first + len(piece.block_ids), list(piece.block_ids)
+        for cache, cells in self._layers:
+            cache[ids] = cells[piece.slot, piece.first : stop]
 
 
 class CudaDevice:

@@ -5,14 +5,15 @@
     state      waits for                                   next
     ---------  ------------------------------------------  -------------------------------------------------------
     MATCHING   the server's answer to MATCH                FETCHING (something is stored), READY (nothing is, or
-                                                           the server is out), DONE (the request ended)
-    FETCHING   chunks on their way into slots              READY (all have arrived or are missed), DONE
-    READY      vLLM to use what is in the host pool        LOADING, DONE, MATCHING (planned again)
+                                                           the server is out), LOADING, DONE (the request ended)
+    FETCHING   chunks on their way into slots              READY (all have arrived or are missed), LOADING, DONE
+    READY      vLLM to use what is in the host pool        MATCHING (it starts), LOADING (what is there is claimed),
+                                                           DONE (refused, or the request ended)
     LOADING    the workers' copies to the GPU              DONE
-    DONE       nothing                                     MATCHING (planned again after a preemption)
+    DONE       nothing                                     LOADING (preempted and claimed again in one step)
 
-A plan never answers vLLM: the host index does. While a plan is MATCHING or FETCHING within its deadline, vLLM is told
-to ask again.
+A plan begins READY; a request that is planned again gets a new one. A plan never answers vLLM: the host index does.
+While a plan is MATCHING or FETCHING within its deadline, vLLM is told to ask again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.FETCHING: frozenset({State.READY, State.LOADING, State.DONE}),
     State.READY: frozenset({State.LOADING, State.DONE, State.MATCHING}),
     State.LOADING: frozenset({State.DONE}),
-    State.DONE: frozenset({State.MATCHING, State.LOADING}),
+    State.DONE: frozenset({State.LOADING}),
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from tierkv.threads import remember_cores
+
 
 def register() -> None:
     """Tell vLLM's factory about the connector, once a process."""
+    remember_cores()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if "TierKVConnector" not in KVConnectorFactory._registry:

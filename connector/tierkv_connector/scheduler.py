@@ -37,6 +37,7 @@ from tierkv.layout import Namespace, Shard
 from tierkv.messages import Hello, HostEntry, HostStat, StoreItem
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
+from tierkv.threads import leave_compute_core
 from tierkv_connector.compat import GpuCache, block_ids_of, is_plain_prompt, new_blocks, scheduled
 from tierkv_connector.metadata import LoadJob, Piece, StoreJob, TierKVMetadata, TierKVWorkerMetadata
 from tierkv_connector.model import UnknownIdentityError, resolve_identity
@@ -140,12 +141,14 @@ class Scheduler:
         self._found: tuple[bytes, StoreClient | None] | None = None
         self._epoch = 0
         self._epoch_nonce = b""
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, Plan] = {}  # started and not over
+        self._unstarted: dict[str, RequestState] = {}  # whose plans wait for room in the budgets, in vLLM's order
         self._fetch_nbytes = 0  # of FETCH commands whose slots the store server may still write
         self._num_leased = 0  # slots that plans keep from eviction
         self._fetching: list[Fetch] = []
         self._loading: dict[bytes, float] = {}  # key -> monotonic time until which others wait for its load
         self._ended_loads: dict[str, list[Entry]] = {}  # loads of requests that finished meanwhile
+        self._failed_loads: set[str] = set()  # loads under way of which a failure is known
         self._loads: list[LoadJob] = []
         self._stores: dict[int, tuple[Entry, RequestState]] = {}
         self._next_job = 0
@@ -162,6 +165,7 @@ class Scheduler:
         late = threading.Event()
 
         def work() -> None:
+            leave_compute_core()
             try:
                 identity = resolve_identity(vllm_config)
                 self._found = (identity, self._connect(identity))
@@ -277,10 +281,12 @@ class Scheduler:
         if fence or (loads and self._stores):
             fence = fence + [b for job in loads for piece in job.pieces for b in piece.block_ids]
         for req_id in scheduler_output.preempted_req_ids or ():
-            if (state := self.requests.get(req_id)) is not None and state.load is None:
-                self._waiting[req_id] = state
-                self._end_plan(state)
-                self._plan(state)
+            state = self.requests.get(req_id)
+            if state is None or state.load is not None or req_id in scheduler_output.num_scheduled_tokens:
+                continue  # the last two: vLLM has taken it up again in the same step
+            self._waiting[req_id] = state
+            self._end_plan(state)
+            self._plan(state)
         self._replan_waiting()
         self._advance_plans()
         return TierKVMetadata(loads, stores, fence)
@@ -288,9 +294,11 @@ class Scheduler:
     def update_connector_output(self, loaded: set[str], report: TierKVWorkerMetadata | None) -> None:
         """Take note of loads and copies that have ended; send what was copied to the store server."""
         self._apply_replies()
-        failed = report.failed_loads if report else set()
+        if report is not None:
+            self._failed_loads |= report.failed_loads  # a rank may tell before the load has ended on all
         for req_id in loaded:
-            self._load_ended(req_id, req_id in failed)
+            self._load_ended(req_id, req_id in self._failed_loads)
+            self._failed_loads.discard(req_id)
         if report is None:
             return
         self.counters["load_nbytes"] += report.load_nbytes
@@ -368,10 +376,13 @@ class Scheduler:
             return
         if request.skip_reading_prefix_cache or self.client is None or not self.client.connected():
             return
-        if len(self._plans) >= MAX_PLANS or self._fetch_nbytes >= PLAN_NBYTES:
-            self.counters["plans_not_started"] += 1
-            return
-        self._start_plan(state, plan)
+        if self._may_start_plan():
+            self._start_plan(state, plan)
+        else:
+            self._unstarted[request.request_id] = state
+
+    def _may_start_plan(self) -> bool:
+        return len(self._plans) < MAX_PLANS and self._fetch_nbytes < PLAN_NBYTES
 
     def _start_plan(self, state: RequestState, plan: Plan) -> None:
         assert self.client is not None
@@ -403,6 +414,8 @@ class Scheduler:
             if not plan.pending(now):
                 del self._plans[req_id]
                 plan.to(State.READY)
+        while self._unstarted and self._may_start_plan():
+            self._plan(self._unstarted.pop(next(iter(self._unstarted))))
 
     def _fetch_next(self, state: RequestState, plan: Plan, stop: int) -> bool:
         """Lease slots for the next chunks and have them fetched; False where nothing was (more) to be done.
@@ -410,6 +423,9 @@ class Scheduler:
         One command: at most ``COMMAND_NBYTES``, consecutive chunks with one anchor, within the budget of all plans.
         """
         assert self.client is not None
+        if not self.client.connected():
+            plan.stop = plan.next  # nothing more will come: take no slots for it
+            return False
         payload_nbytes = self.pool.shape.payload_nbytes
         first = plan.next
         entries: list[Entry] = []
@@ -454,17 +470,18 @@ class Scheduler:
         self._fetch_nbytes += len(entries) * self.pool.shape.payload_nbytes
         self.client.fetch(plan.lane, first, state.anchor(first), fetch)
 
-    def _end_plan(self, state: RequestState) -> None:
-        """End the request's plan and give its leases back; what has arrived stays in the host pool as any other."""
+    def _end_plan(self, state: RequestState, then: State = State.DONE) -> None:
+        """End the prefetch and give its leases back; what has arrived stays in the host pool as any other."""
         plan = state.plan
-        if plan is None or plan.state is State.DONE:
+        if plan is None:
             return
         for entry in plan.leased:
             self.index.unpin(entry)
         self._num_leased -= len(plan.leased)
         plan.leased = []
         self._plans.pop(state.request.request_id, None)
-        plan.to(State.DONE)
+        self._unstarted.pop(state.request.request_id, None)
+        plan.to(then)
 
     def _apply_replies(self) -> None:
         """Take note in the index of what the reader thread has received."""
@@ -530,11 +547,9 @@ class Scheduler:
         wait_until = self._clock() + self.config.deadline_s
         for entry in entries:
             self.index.pin(entry)
-            self._loading[entry.key] = wait_until
+            self._loading.setdefault(entry.key, wait_until)  # a second load of it makes nobody wait any longer
         self.index.touch(state.keys[: -(-end // per_chunk)])
-        self._end_plan(state)
-        assert state.plan is not None
-        state.plan.to(State.LOADING)
+        self._end_plan(state, State.LOADING)
         state.load = entries
         self._loads.append(LoadJob(state.request.request_id, tuple(pieces)))
 
@@ -661,7 +676,7 @@ class Scheduler:
         keys = [body[i : i + 32] for i in range(0, len(body), 32)]
         if what == "has":
             return bytes(int((entry := self.index.get(key)) is not None and entry.usable) for key in keys)
-        if what == "evict":
+        if what == "invalidate":
             there = [key for key in keys if self.index.get(key) is not None]
             client = self.client or (self._found[1] if self._found else None)
             if client is not None:
@@ -697,9 +712,11 @@ class Scheduler:
             "index": self.index.dump(),
             "requests": {req_id: state.dump() for req_id, state in self.requests.items()},
             "plans": list(self._plans),
+            "unstarted": list(self._unstarted),
             "waiting": list(self._waiting),
             "loading": dict(self._loading),
             "ended_loads": {req_id: [e.key for e in entries] for req_id, entries in self._ended_loads.items()},
+            "failed_loads": set(self._failed_loads),
             "loads": list(self._loads),
             "stores": {job_id: (e.key, e.slot, e.generation) for job_id, (e, _) in self._stores.items()},
             "fetching": [([e.slot for e in f.entries], f.results, f.released, f.applied) for f in self._fetching],

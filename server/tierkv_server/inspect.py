@@ -208,7 +208,7 @@ class Inspector:
         silent: set[str] = set()
         if HOST in tiers:  # first: an engine that has answered sends no more stores of these keys
             engines = [s for s in list(self._service.sessions.values()) if s.ns_id == ns_id]
-            answers = self._ask("evict", b"".join(n.key for n in nodes), ns_id)
+            answers = self._ask("invalidate", b"".join(n.key for n in nodes), ns_id)
             removed[HOST] = sum(int(answer) for _, answer in answers)
             heard = {s.id for s, _ in answers}
             silent = {s.hello.engine_id for s in engines if s.id not in heard and s.id in self._service.sessions}

@@ -235,13 +235,14 @@ def test_one_wrong_exponent_bit_makes_the_comparison_fail(
 
 
 def chat_prompt(model: Path) -> list[int]:
-    """About 1,500 tokens of a chat, 1 to 32 more than whole chunks."""
-    document = (Path(__file__).parents[2] / "README.md").read_text() * 20
+    """1,500 tokens of a chat: 28 more than whole chunks, so that GPU and chunks hit equally far."""
+    document = (Path(__file__).parents[2] / "scripts" / "data" / "document.txt").read_text()
+    question = "<|im_end|>\n<|im_start|>user\nWho is the principal keeper?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    question = "<|im_end|>\n<|im_start|>user\nWhat is this document about?<|im_end|>\n<|im_start|>assistant\n"
-    head = tokenizer.encode("<|im_start|>system\nAnswer from this document.\n" + document, add_special_tokens=False)
+    head = tokenizer.encode("<|im_start|>system\n" + document, add_special_tokens=False).ids
     tail = tokenizer.encode(question, add_special_tokens=False).ids
-    return head.ids[: 1500 - len(tail)] + tail
+    assert len(head) > 1500
+    return head[: 1500 - len(tail)] + tail
 
 
 def test_a_real_model_answers_the_same_from_every_tier(

@@ -439,11 +439,10 @@ def test_of_differing_budgets_the_owners_holds_with_one_warning(
             "this engine asked for 128 MiB"
         ]
     wait_until(lambda: not engine.client.connected())
-    with serving(config) as server:
+    with serving(config) as server, engine:
         wait_until(engine.client.connected, what="the engine did not come back")
         assert len(warnings()) == 1  # not at every reconnect
         assert server.service.disk.stat().budget == 64 << 20
-        engine.close()
 
 
 def hello_body(**changes: Any) -> bytes:
@@ -943,10 +942,11 @@ def test_an_engine_without_a_server_is_told_at_once(short_dir: Path, caplog: pyt
 
 
 @pytest.mark.usefixtures("impatient")
-def test_an_engine_joins_a_server_that_starts_later(short_dir: Path, server: Server) -> None:
-    engine = FakeEngine(server.config.socket)
-    engine.put(PROMPT)
-    server.leave()
+def test_an_engine_joins_a_server_that_starts_later(short_dir: Path) -> None:
+    config = make_config(short_dir)
+    with serving(config):
+        engine = FakeEngine(config.socket)
+        engine.put(PROMPT)
     wait_until(lambda: not engine.client.connected())
     replies: list[bytes | None] = []
     items = items_of(engine, list(range(CHUNK)))
@@ -954,10 +954,9 @@ def test_an_engine_joins_a_server_that_starts_later(short_dir: Path, server: Ser
     wait_until(lambda: replies, what="a store without a server was never answered")
     assert replies == [None]
     assert engine.match(PROMPT) == b""
-    with serving(make_config(short_dir)):
+    with serving(config), engine:
         wait_until(engine.client.connected, what="the engine did not join")
         assert engine.match(PROMPT) == b"dddddd"
-        engine.close()
 
 
 def test_commands_of_a_closed_client_are_answered(server: Server, engine: FakeEngine) -> None:

@@ -397,6 +397,9 @@ def test_redis_evicts_on_its_own(tmp_path: Path) -> None:
     for seed in range(6):
         refs, records = make_chain(NAMESPACE, 30, seed=seed)
         assert Status.ERROR not in tier.store(NS_ID, records), tier.stat()
+    client = server.client()
+    client.config_set("maxmemory", 0)  # from here on it keeps what it has
+    assert client.info("stats")["evicted_keys"] > 0
     there = tier.match(NS_ID, refs)
     results, cells = fetch(tier, NAMESPACE, refs)
     assert {r.status for r in results} <= {Status.OK, Status.MISS}
@@ -405,7 +408,8 @@ def test_redis_evicts_on_its_own(tmp_path: Path) -> None:
     assert there.count(True) > 0
     listed = {e.key for e in tier.entries(NS_ID)}
     names = [f"{PREFIX}{{{refs[0].key.hex()[:16]}}}:{ref.key.hex()}" for ref in refs]
-    stored = {ref.key for ref, value in zip(refs, server.client().mget(names), strict=True) if value}
+    stored = {ref.key for ref, value in zip(refs, client.mget(names), strict=True) if value}
+    assert stored == {ref.key for ref, is_there in zip(refs, there, strict=True) if is_there}
     assert listed & {ref.key for ref in refs} <= stored
     tier.close()
     server.stop()

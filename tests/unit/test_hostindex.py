@@ -48,7 +48,7 @@ def chain(index: HostIndex, first: int, count: int, *, fill: bool = True) -> lis
         entries.append(entry)
     if fill:
         for entry in entries:
-            index.filled(entry, "gpu")
+            index.filled(entry, "host")
     return entries
 
 
@@ -121,7 +121,7 @@ def test_the_budget_is_exact(index: HostIndex, pool: HostPool) -> None:
     for i in range(20, 40):
         entry = index.reserve(key(i), ROOT, 0, 16)
         assert entry is not None
-        index.filled(entry, "gpu")
+        index.filled(entry, "host")
         assert (len(index), index.num_free, index.num_evicted) == (4, 0, i - 19)
 
 
@@ -134,7 +134,7 @@ def test_leaves_go_first_and_the_least_recently_used_of_them(index: HostIndex) -
         before = {e.key for e in index.snapshot()}
         entry = index.reserve(key(i), ROOT, 0, 16)
         assert entry is not None
-        index.filled(entry, "gpu")
+        index.filled(entry, "host")
         gone += [k for k in before if index.get(k) is None]
     assert gone == [key(21), key(20), key(11), key(10)]
 
@@ -156,7 +156,7 @@ def test_pinned_and_filling_chunks_stay(index: HostIndex) -> None:
     entry = index.reserve(key(30), ROOT, 0, 16)
     assert entry is not None
     assert entry.slot == pinned[1].slot
-    index.filled(filling[0], "gpu")
+    index.filled(filling[0], "host")
     assert index.reserve(key(31), ROOT, 0, 16) is None  # its child is being filled
 
 
@@ -200,7 +200,7 @@ def test_a_dropped_key_is_never_answered(index: HostIndex) -> None:
     assert index.snapshot() == []
     assert index.apply_drops() == 1
     assert index.dropped == {filling.key}  # its filler is not done
-    index.filled(filling, "gpu")
+    index.filled(filling, "host")
     assert index.get(filling.key) is None
     assert index.apply_drops() == 1
     assert index.dropped == set()
@@ -216,10 +216,10 @@ def test_a_dropped_key_can_be_stored_anew(index: HostIndex) -> None:
     assert new.slot != old.slot
     assert index.get(old.key) is new
     assert index.num_quarantined == 1
-    index.filled(old, "gpu")  # the old filler reports: that is not the new chunk
+    index.filled(old, "host")  # the old filler reports: that is not the new chunk
     assert not new.usable
     assert index.num_quarantined == 0
-    index.filled(new, "gpu")
+    index.filled(new, "host")
     assert index.apply_drops() == 0
     assert index.get(new.key) is new
 
@@ -251,6 +251,15 @@ def test_a_fetched_chunk_is_a_hit_of_its_tier_once_and_of_the_host_after(index: 
     index.filled(entry, "disk")
     assert [index.used(entry) for _ in range(3)] == ["disk", "host", "host"]
     assert entry.num_hits == 2
+
+
+def test_peek_still_finds_what_was_dropped(index: HostIndex) -> None:
+    (entry,) = chain(index, 10, 1)
+    index.dropped.add(entry.key)
+    assert index.get(entry.key) is None
+    assert index.peek(entry.key) is entry
+    index.apply_drops()
+    assert index.peek(entry.key) is None
 
 
 def test_questions_change_nothing(index: HostIndex) -> None:
@@ -339,7 +348,7 @@ class HostIndexMachine(RuleBasedStateMachine):
         self.filling.add(entry)
 
     @precondition(lambda self: self.filling)
-    @rule(data=st.data(), source=st.sampled_from(["gpu", "disk", "shared"]))
+    @rule(data=st.data(), source=st.sampled_from(["host", "disk", "shared"]))
     def filled(self, data: st.DataObject, source: str) -> None:
         entry = self.pick(data, self.filling)
         self.filling.discard(entry)
