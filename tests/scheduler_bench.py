@@ -18,11 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tierkv_connector import scheduler as scheduler_module
-from tierkv_connector.metadata import LoadJob, StoreJob, TierKVMetadata, TierKVWorkerMetadata
-from tierkv_connector.plan import TRANSITIONS, Plan, State
-from tierkv_connector.scheduler import RequestState, Scheduler
-
 from tierkv.client import NUM_LANES, MatchReply
 from tierkv.config import EngineConfig
 from tierkv.hostindex import Entry, Fetch, HostIndex
@@ -31,6 +26,10 @@ from tierkv.layout import LayerGroup, Layout
 from tierkv.messages import StoreItem
 from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.rendezvous import Offer
+from tierkv_connector import scheduler as scheduler_module
+from tierkv_connector.metadata import LoadJob, StoreJob, TierKVMetadata, TierKVWorkerMetadata
+from tierkv_connector.plan import TRANSITIONS, Plan, State
+from tierkv_connector.scheduler import RequestState, Scheduler
 
 BLOCK_TOKENS = 4
 BLOCKS_PER_CHUNK = 2
@@ -423,7 +422,7 @@ class Bench:
         """Ask about a waiting request at a position that vLLM may or may not be at."""
         if self.waiting:
             request = self.rng.choice(list(self.waiting))
-            position = self.rng.randint(0, request.num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+            position = self.rng.choice((0, self.rng.randint(0, request.num_tokens // BLOCK_TOKENS))) * BLOCK_TOKENS
             if request.status == "waiting" and not request.num_computed:
                 self.ask(request, min(position, request.num_tokens - 1))
 
@@ -445,6 +444,7 @@ class Bench:
                 if self.rng.random() < 0.5:
                     self.stored.pop(key, None)
         self.push(what, keys)
+        self.op_probe()
 
     def op_server_loses(self) -> None:
         if self.stored:

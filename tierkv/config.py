@@ -16,6 +16,7 @@ from tierkv import __version__
 from tierkv.errors import ConfigError
 from tierkv.memory import total_memory
 from tierkv.sizes import format_size, parse_size
+from tierkv.urls import redact_url
 
 DEFAULT_DISK_BYTES = 20 << 30
 MAX_DEFAULT_HOST_BYTES = 8 << 30
@@ -157,20 +158,6 @@ def socket_path(disk_dir: Path) -> Path:
 def shared_digest(shared_url: str | None) -> str:
     """Return a digest that tells whether two sides mean the same shared tier, without showing its URL."""
     return hashlib.sha256(b"tierkv-shared:" + (shared_url or "").encode()).hexdigest()[:16]
-
-
-def redact_url(url: str | None) -> str:
-    """Return ``url`` without its password.
-
-    >>> redact_url("redis://me:secret@host:6379/0")
-    'redis://me:***@host:6379/0'
-    """
-    url = _SECRET_QUERY.sub(r"\1***", url or "")
-    if "@" not in url:
-        return url
-    scheme, separator, rest = url.partition("://") if "://" in url else ("", "", url)
-    userinfo, host = rest.rsplit("@", 1)
-    return f"{scheme}{separator}{userinfo.split(':', 1)[0]}:***@{host}"
 
 
 def check_names(options: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

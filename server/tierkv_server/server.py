@@ -18,13 +18,14 @@ import threading
 import time
 from pathlib import Path
 
-from tierkv.config import ServerConfig, redact_url
+from tierkv.config import ServerConfig
 from tierkv.errors import ConfigError, ProtocolError
 from tierkv.resp import Error, Parser, Value, encode
 from tierkv.sizes import format_size
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.shared import SharedTier
 from tierkv.unix import short_path
+from tierkv.urls import redact_url
 from tierkv_server.commands import Commands, Connection
 from tierkv_server.service import Service
 

@@ -21,9 +21,11 @@ import pytest
 from records import fetch, make_chain, make_namespace, make_record, payload_of, wait_until
 from tierkv.errors import ConfigError
 from tierkv.layout import Namespace
-from tierkv.tiers import disk
+from tierkv.tiers import environment
 from tierkv.tiers.base import Ref, Status
-from tierkv.tiers.disk import DISK_FORMAT, MIN_BUDGET, DiskTier, check_directory, filesystem_type
+from tierkv.tiers.disk import MIN_BUDGET, DiskTier
+from tierkv.tiers.environment import DISK_FORMAT
+from tierkv.tiers.filesystem import check_directory, filesystem_type
 
 MIB = 1 << 20
 BUDGET = 32 * MIB
@@ -304,7 +306,7 @@ def test_after_a_crash_of_the_machine_an_environment_starts_empty(
     assert json.loads(mark.read_bytes())["boot"] == "clean"
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("another boot\n")
-    monkeypatch.setattr(disk, "_BOOT_ID", boot_id)
+    monkeypatch.setattr(environment, "_BOOT_ID", boot_id)
     with opened(tmp_path) as tier:
         assert all(tier.match(NS_ID, refs)), "closed properly: another boot is no reason"
     mark.write_bytes(while_open)

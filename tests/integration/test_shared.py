@@ -19,7 +19,8 @@ from servers import RedisServer, free_port, server_binaries, start_redis
 from tierkv.errors import ConfigError
 from tierkv.health import BACKOFF_MAX_S
 from tierkv.tiers.base import Ref, Status
-from tierkv.tiers.shared import SharedTier, redact_url
+from tierkv.tiers.shared import SharedTier
+from tierkv.urls import redact_url
 
 NAMESPACE = make_namespace()
 NS_ID = NAMESPACE.ns_id()

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv import config
-from tierkv.config import EngineConfig, check_shared_url, redact_url, shared_digest, socket_path
+from tierkv.config import EngineConfig, check_shared_url, shared_digest, socket_path
 from tierkv.errors import ConfigError
 from tierkv.sizes import MAX_SIZE, format_size, parse_size
+from tierkv.urls import redact_url
 
 # -- sizes
 

@@ -28,37 +28,39 @@ environment counts who is inside and is closed only when nobody is, because a vi
 from __future__ import annotations
 
 import logging
-import os
 import re
-import struct
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import lmdb
-import msgspec
 
 from tierkv.errors import ConfigError
 from tierkv.health import Health
 from tierkv.layout import Namespace
-from tierkv.payload import BadRecordError, ForeignRecordError, Header, open_record, record_nbytes
+from tierkv.payload import BadRecordError, ForeignRecordError
 from tierkv.policy import ChainLRU
 from tierkv.sizes import format_size
-from tierkv.tiers.base import Counters, EntryInfo, Fetched, Record, Ref, Sink, Status, TierStat, deliver
+from tierkv.tiers.base import Counters, EntryInfo, Fetched, Record, Ref, Sink, Status, TierStat
+from tierkv.tiers.environment import (
+    CLEAN,
+    Environment,
+    IndexEntry,
+    NotOursError,
+    check_ours,
+    delete_files,
+    read_boot_id,
+    read_mark,
+)
+from tierkv.tiers.filesystem import check_directory
 
 logger = logging.getLogger("tierkv")
 
-DISK_FORMAT = "tierkv-disk-1"
 MIN_BUDGET = 16 << 20
 
-_MARK_NAME = "tierkv.json"
-_CLEAN = "clean"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_NAME = re.compile(r"[0-9a-f]{32}")
-_USE = struct.Struct("<dQ")
 _PAGE = 4096
 _MIN_MAP = 64 << 20
 _TXN_NBYTES = 8 << 20
@@ -66,248 +68,6 @@ _TXN_NBYTES = 8 << 20
 #: where only a budget that was lowered meanwhile explains it.
 _FILE_FACTOR = 1.1
 _OPEN_FACTOR = 1.5
-
-#: Where LMDB's shared memory map or its locks do not work.
-_NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "gpfs", "lustre", "orangefs", "beegfs"}
-    | {"coda", "gfs2", "ocfs2", "fuse"}
-)
-_LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.mergerfs", "fuse.zfs"})
-
-
-class _Mark(msgspec.Struct, frozen=True):
-    """The content of ``tierkv.json``. ``boot`` is the boot id while the environment is open, else ``"clean"``."""
-
-    format: str
-    boot: str
-
-
-class _Entry:
-    """What the index knows about a stored chunk."""
-
-    __slots__ = ("anchor", "created", "last_used", "num_hits", "num_tokens", "parent", "position", "tenant")
-
-    def __init__(self, header: Header) -> None:
-        self.parent = header.parent
-        self.anchor = header.anchor
-        self.position = header.position
-        self.num_tokens = header.num_tokens
-        self.tenant = header.tenant
-        self.created = header.created
-        self.last_used = header.created
-        self.num_hits = 0
-
-    def info(self, key: bytes, nbytes: int) -> EntryInfo:
-        return EntryInfo(
-            key=key,
-            parent=self.parent,
-            anchor=self.anchor,
-            position=self.position,
-            num_tokens=self.num_tokens,
-            nbytes=nbytes,
-            tenant=self.tenant,
-            created=self.created,
-            last_used=self.last_used,
-            num_hits=self.num_hits,
-        )
-
-
-class _NotOursError(Exception):
-    """The directory holds something that this program did not write and must not touch."""
-
-
-class _Environment:
-    """One namespace's LMDB environment and the index of what is in it.
-
-    Notes:
-        Not thread-safe by itself: whoever writes holds the tier's write lock, whoever reads is between :meth:`enter`
-        and :meth:`leave`. Methods raise ``lmdb.Error`` or ``OSError``; a write that raised changed nothing.
-    """
-
-    def __init__(self, directory: Path, map_size: int, boot_id: str, namespace: Namespace | None = None) -> None:
-        """Open the environment, or create it empty where ``namespace`` is given.
-
-        Raises:
-            lmdb.Error, OSError: it cannot be opened.
-            _NotOursError: it is of another format.
-        """
-        self.directory = directory
-        self.index: dict[bytes, _Entry] = {}
-        self.foreign: dict[bytes, int] = {}  # keys of records of another format version -> bytes they take
-        self.used: set[bytes] = set()
-        self.dirty = False
-        self.broken = False
-        self.num_bad = 0
-        self._num_inside = 0
-        self._closing = False
-        self._gate = threading.Condition()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if namespace is not None:
-            _write_mark(directory, boot_id)
-        self._env = lmdb.open(
-            str(directory),
-            map_size=map_size,
-            mode=0o600,
-            sync=False,
-            metasync=False,
-            readahead=True,  # values are large: cold reads are 5 to 10 times faster with it
-            max_dbs=4,
-            max_readers=512,
-            lib_version=0,  # the file format of LMDB 0.9, whatever the binding's default becomes
-        )
-        try:
-            self._meta = self._env.open_db(b"meta", create=namespace is not None)
-            self.namespace = self._describe(namespace)
-            _write_mark(directory, boot_id)  # from here on something may be written
-            self._env.reader_check()
-            self._records, self._tokens, self._use = map(self._env.open_db, (b"records", b"tokens", b"use"))
-        except BaseException:
-            self._env.close()
-            raise
-        self.ns_id = self.namespace.ns_id()
-        self.payload_nbytes = self.namespace.payload_nbytes
-        self.record_nbytes = record_nbytes(self.payload_nbytes)
-        self.cost = self.record_nbytes + 16
-
-    @property
-    def live_nbytes(self) -> int:
-        """Bytes of the pages that hold live records."""
-        return len(self.index) * self.cost + sum(self.foreign.values())
-
-    @property
-    def allocated_nbytes(self) -> int:
-        """Bytes that the data file takes from the filesystem."""
-        try:
-            return (self.directory / "data.mdb").stat().st_blocks * 512
-        except FileNotFoundError:
-            return 0
-
-    @property
-    def closed(self) -> bool:
-        return self._closing
-
-    def fits(self, record: Record) -> bool:
-        """Return whether a record is of this namespace and of its size."""
-        return len(record.data) == self.record_nbytes and record.header.ns_id == self.ns_id
-
-    def enter(self) -> bool:
-        """Keep the environment open until :meth:`leave`; False where it is being closed."""
-        with self._gate:
-            if self._closing:
-                return False
-            self._num_inside += 1
-            return True
-
-    def leave(self) -> None:
-        with self._gate:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._gate.notify_all()
-
-    def load(self) -> None:
-        """Rebuild the index from the records' headers, and delete records that are damaged."""
-        bad: list[bytes] = []
-        with self._env.begin(buffers=True) as txn:
-            for raw_key, record in txn.cursor(db=self._records):
-                key = bytes(raw_key)
-                try:
-                    self.index[key] = _Entry(self._open_record(record, key))
-                except ForeignRecordError:
-                    self.foreign[key] = -(-(len(record) + 16) // _PAGE) * _PAGE
-                except BadRecordError:
-                    bad.append(key)
-            for raw_key, use in txn.cursor(db=self._use):
-                entry = self.index.get(bytes(raw_key))
-                if entry is not None and len(use) == _USE.size:
-                    entry.last_used, entry.num_hits = _USE.unpack(use)
-        if bad:
-            self.delete(bad)
-            self.num_bad = len(bad)
-
-    def put(self, records: Sequence[Record]) -> list[Status]:
-        """Write records in one transaction. A key that is there is left alone. The index is not changed."""
-        statuses = []
-        with self._env.begin(write=True) as txn:
-            for record in records:
-                key = record.header.key
-                stored = txn.put(key, record.data, overwrite=False, db=self._records)
-                if stored and record.tokens:
-                    txn.put(key, record.tokens, db=self._tokens)
-                statuses.append(Status.OK if stored else Status.EXISTS)
-        self.dirty = True
-        return statuses
-
-    def delete(self, keys: Iterable[bytes]) -> None:
-        """Delete records in one transaction. The index is not changed."""
-        with self._env.begin(write=True) as txn:
-            for key in keys:
-                txn.delete(key, db=self._records)
-                txn.delete(key, db=self._tokens)
-                txn.delete(key, db=self._use)
-        self.dirty = True
-
-    def read(self, ref: Ref, parts: Sequence[memoryview]) -> Header | None:
-        """Copy a payload into ``parts`` and verify it there; None where the record has gone.
-
-        Raises:
-            BadRecordError, ForeignRecordError: as :func:`deliver`.
-        """
-        with self._env.begin(buffers=True) as txn:
-            record = txn.get(ref.key, db=self._records)
-            if record is None:
-                return None
-            self._open_record(record, ref.key)
-            return deliver(record, ref, self.ns_id, self.payload_nbytes, parts)
-
-    def tokens(self, key: bytes) -> bytes:
-        """Return the token ids stored with a chunk, or nothing."""
-        with self._env.begin() as txn:
-            return bytes(txn.get(key, default=b"", db=self._tokens))
-
-    def write_use(self, uses: Sequence[tuple[bytes, float, int]]) -> None:
-        """Write the last use and the number of hits of keys."""
-        with self._env.begin(write=True) as txn:
-            for key, last_used, num_hits in uses:
-                txn.put(key, _USE.pack(last_used, num_hits), db=self._use)
-        self.dirty = True
-
-    def sync(self) -> None:
-        """Bring what was committed to the disk. Takes as long as the disk takes."""
-        self.dirty = False
-        try:
-            self._env.sync(True)
-        except lmdb.Error:
-            self.dirty = True
-            raise
-
-    def close(self, *, clean: bool) -> None:
-        """Close the environment when nobody is inside any more; ``clean`` promises that all was synced."""
-        with self._gate:
-            self._closing = True
-            self._gate.wait_for(lambda: not self._num_inside)
-        self._env.close()
-        if clean:
-            _write_mark(self.directory, _CLEAN)
-
-    def _open_record(self, record: memoryview, key: bytes) -> Header:
-        header = open_record(record, key=key, ns_id=self.ns_id, payload_nbytes=self.payload_nbytes)
-        if len(record) != self.record_nbytes:
-            raise BadRecordError(f"a record has {len(record)} bytes; expected {self.record_nbytes}")
-        return header
-
-    def _describe(self, namespace: Namespace | None) -> Namespace:
-        with self._env.begin(write=namespace is not None) as txn:
-            if namespace is not None:
-                txn.put(b"format", DISK_FORMAT.encode(), db=self._meta)
-                txn.put(b"namespace", namespace.to_json(), db=self._meta)
-                return namespace
-            stored = bytes(txn.get(b"format", default=b"", db=self._meta))
-            if stored != DISK_FORMAT.encode():
-                raise _NotOursError(f"format {stored.decode(errors='replace')!r}")
-            try:
-                return Namespace.from_json(bytes(txn.get(b"namespace", default=b"", db=self._meta)))
-            except msgspec.MsgspecError as error:
-                raise _NotOursError(f"a namespace that this program does not understand ({error})") from None
 
 
 class DiskTier:
@@ -349,11 +109,11 @@ class DiskTier:
         self._sync_interval_s = sync_interval_s
         self._map_size = max(_MIN_MAP, -(-2 * budget // _PAGE) * _PAGE)
         self._txn_nbytes = min(_TXN_NBYTES, budget // 8)
-        self._boot_id = _read_boot_id()
+        self._boot_id = read_boot_id()
         self._health = Health(f"The disk tier ({path})")
         self._counters = Counters()
         self._known: dict[bytes, Namespace] = {}
-        self._environments: dict[bytes, _Environment] = {}
+        self._environments: dict[bytes, Environment] = {}
         self._lru: ChainLRU[tuple[bytes, bytes]] = ChainLRU()
         self._write = threading.RLock()  # one writer at a time; taken before _lock
         self._lock = threading.Lock()  # the policy and the indexes; held for microseconds
@@ -471,7 +231,7 @@ class DiskTier:
 
     # Reading
 
-    def _fetch_one(self, env: _Environment, ref: Ref, at: int, sink: Sink) -> Fetched:
+    def _fetch_one(self, env: Environment, ref: Ref, at: int, sink: Sink) -> Fetched:
         if ref.key not in env.index:
             return Fetched(Status.MISS)
         parts = sink(at)
@@ -488,7 +248,7 @@ class DiskTier:
             return Fetched(Status.ERROR)
         return Fetched(Status.MISS) if header is None else Fetched(Status.OK, header)
 
-    def _note_use(self, env: _Environment, keys: Sequence[bytes]) -> None:
+    def _note_use(self, env: Environment, keys: Sequence[bytes]) -> None:
         now = self._clock()
         with self._lock:
             self._lru.touch([(env.ns_id, key) for key in keys])
@@ -498,14 +258,14 @@ class DiskTier:
                     entry.num_hits += 1
                     env.used.add(key)
 
-    def _unindex_foreign(self, env: _Environment, key: bytes) -> None:
+    def _unindex_foreign(self, env: Environment, key: bytes) -> None:
         """Forget a record that turned out to be another version's: it stays, and keeps its place in the budget."""
         with self._lock:
             if env.index.pop(key, None) is not None:
                 self._lru.remove((env.ns_id, key))
                 env.foreign[key] = env.cost
 
-    def _discard(self, env: _Environment, keys: Sequence[bytes]) -> None:
+    def _discard(self, env: Environment, keys: Sequence[bytes]) -> None:
         if not keys:
             return
         with self._write:
@@ -514,7 +274,7 @@ class DiskTier:
 
     # Writing; the write lock is held
 
-    def _writable(self, ns_id: bytes) -> _Environment:
+    def _writable(self, ns_id: bytes) -> Environment:
         """Return the environment to write to, created if need be, opened again after an error that closed it.
 
         Raises:
@@ -527,7 +287,7 @@ class DiskTier:
             env = self._open(env.directory)
         if env is None:
             namespace = self._known[ns_id]
-            env = _Environment(self._root / ns_id.hex(), self._map_size, self._boot_id, namespace)
+            env = Environment(self._root / ns_id.hex(), self._map_size, self._boot_id, namespace)
             self._environments[ns_id] = env
         return env
 
@@ -544,7 +304,7 @@ class DiskTier:
             statuses += self._store_batch(env, records[at : at + step], keep.__contains__)
 
     def _store_batch(
-        self, env: _Environment, records: Sequence[Record], protected: Callable[[tuple[bytes, bytes]], bool]
+        self, env: Environment, records: Sequence[Record], protected: Callable[[tuple[bytes, bytes]], bool]
     ) -> list[Status]:
         """Evict in one transaction, put in the next: pages that were freed are used again."""
         statuses = [Status.EXISTS if env.fits(record) else Status.ERROR for record in records]
@@ -562,7 +322,7 @@ class DiskTier:
         return statuses
 
     def _put(
-        self, env: _Environment, records: Sequence[Record], protected: Callable[[tuple[bytes, bytes]], bool]
+        self, env: Environment, records: Sequence[Record], protected: Callable[[tuple[bytes, bytes]], bool]
     ) -> list[Status]:
         """Write and index records; nothing is returned where the map is full even after an eviction."""
         if not records:
@@ -578,11 +338,11 @@ class DiskTier:
         with self._lock:
             for record, status in zip(records, done, strict=True):
                 if status is Status.OK:
-                    env.index[record.header.key] = _Entry(record.header)
+                    env.index[record.header.key] = IndexEntry(record.header)
                     self._lru.add((env.ns_id, record.header.key), (env.ns_id, record.header.parent))
         return done
 
-    def _make_room(self, env: _Environment, num: int, protected: Callable[[tuple[bytes, bytes]], bool]) -> int:
+    def _make_room(self, env: Environment, num: int, protected: Callable[[tuple[bytes, bytes]], bool]) -> int:
         """Evict until ``num`` records fit, in the budget and in the files, and return how many do."""
         if env.cost > self._budget:
             return 0
@@ -615,7 +375,7 @@ class DiskTier:
                 nbytes -= self._environments[victim[0]].cost
         return victims
 
-    def _evict(self, items: Sequence[tuple[bytes, bytes]], writing: _Environment | None = None) -> int:
+    def _evict(self, items: Sequence[tuple[bytes, bytes]], writing: Environment | None = None) -> int:
         num = self._remove(items, writing)
         self._counters.count_evicted(num)
         return num
@@ -627,7 +387,7 @@ class DiskTier:
             self._failed(error, None)
             return 0
 
-    def _remove(self, items: Sequence[tuple[bytes, bytes]], writing: _Environment | None) -> int:
+    def _remove(self, items: Sequence[tuple[bytes, bytes]], writing: Environment | None) -> int:
         """Delete entries, one transaction an environment, and return how many.
 
         An environment that this leaves empty is deleted whole, unless it is ``writing``.
@@ -651,7 +411,7 @@ class DiskTier:
             raise
         return len(items)
 
-    def _unindex(self, env: _Environment, keys: Sequence[bytes]) -> None:
+    def _unindex(self, env: Environment, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
                 env.index.pop(key, None)
@@ -666,18 +426,18 @@ class DiskTier:
                 if env is not None and key in env.index and (ns_id, key) not in self._lru:
                     self._lru.add((ns_id, key), (ns_id, env.index[key].parent))
 
-    def _destroy(self, env: _Environment) -> int:
+    def _destroy(self, env: Environment) -> int:
         """Delete an environment with its files, and return how many entries it had."""
         num = len(env.index)
         self._forget(env)
         try:
             env.close(clean=False)
-            _delete_files(env.directory)
+            delete_files(env.directory)
         except OSError as error:
             self._failed(error, None)
         return num
 
-    def _forget(self, env: _Environment) -> None:
+    def _forget(self, env: Environment) -> None:
         with self._lock:
             self._environments.pop(env.ns_id, None)
             for key in env.index:
@@ -686,13 +446,13 @@ class DiskTier:
     def _live_nbytes(self) -> int:
         return sum(env.live_nbytes for env in self._environments.values())
 
-    def _others_allocated(self, env: _Environment) -> int:
+    def _others_allocated(self, env: Environment) -> int:
         return sum(other.allocated_nbytes for other in self._environments.values() if other is not env)
 
     def _file_limit(self) -> int:
         return int(_FILE_FACTOR * self._budget)
 
-    def _mostly_dead(self, writing: _Environment | None) -> _Environment | None:
+    def _mostly_dead(self, writing: Environment | None) -> Environment | None:
         """Return the environment, not the one being written, that gives most back for the least."""
         dead = {
             env.ns_id: env.allocated_nbytes - env.live_nbytes
@@ -714,10 +474,10 @@ class DiskTier:
         try:
             directories = [d for d in sorted(self._root.iterdir()) if _NS_NAME.fullmatch(d.name) and d.is_dir()]
             for directory in directories:
-                _check_ours(directory)
+                check_ours(directory)
             for directory in directories:
                 self._open(directory)
-        except _NotOursError as error:
+        except NotOursError as error:
             self._abandon()
             raise ConfigError(
                 f"disk_dir={path} holds another version's database in {directory} ({error}), which is left as it is; "
@@ -731,23 +491,23 @@ class DiskTier:
             ) from None
         self._fit()
 
-    def _open(self, directory: Path) -> _Environment | None:
+    def _open(self, directory: Path) -> Environment | None:
         """Open an environment and index it. One that may be torn, or is damaged, is deleted instead: None."""
-        mark = _read_mark(directory)
+        mark = read_mark(directory)
         if mark is None:
             return None
-        if mark.boot not in (_CLEAN, self._boot_id):
+        if mark.boot not in (CLEAN, self._boot_id):
             logger.warning("The disk tier starts empty in %s: the machine crashed while it was open.", directory)
-            _delete_files(directory)
+            delete_files(directory)
             return None
         if not (directory / "data.mdb").exists():
-            _delete_files(directory)
+            delete_files(directory)
             return None
         try:
             env = self._load(directory)
         except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.NotFoundError) as error:
             logger.warning("The disk tier starts empty in %s: %s.", directory, error)
-            _delete_files(directory)
+            delete_files(directory)
             return None
         self._counters.count_bad(env.num_bad)
         self._known[env.ns_id] = env.namespace
@@ -757,8 +517,8 @@ class DiskTier:
                 self._lru.add((env.ns_id, key), (env.ns_id, entry.parent))
         return env
 
-    def _load(self, directory: Path) -> _Environment:
-        env = _Environment(directory, self._map_size, self._boot_id)
+    def _load(self, directory: Path) -> Environment:
+        env = Environment(directory, self._map_size, self._boot_id)
         try:
             env.load()
         except BaseException:
@@ -791,7 +551,7 @@ class DiskTier:
                 if env.dirty or env.used:
                     self._flush(env)
 
-    def _flush(self, env: _Environment) -> bool:
+    def _flush(self, env: Environment) -> bool:
         """Write use counters and sync; return whether all of it reached the disk."""
         try:
             # Nobody may wait for the write lock while inside an environment: who holds it may be closing that one.
@@ -809,7 +569,7 @@ class DiskTier:
             self._failed(error, env)
             return False
 
-    def _write_use(self, env: _Environment) -> None:
+    def _write_use(self, env: Environment) -> None:
         with self._lock:
             used, env.used = env.used, set()
             entries = [(key, env.index[key]) for key in used if key in env.index]
@@ -817,112 +577,8 @@ class DiskTier:
         if uses:
             env.write_use(uses)
 
-    def _failed(self, error: BaseException, env: _Environment | None) -> None:
+    def _failed(self, error: BaseException, env: Environment | None) -> None:
         """Note a fault. After one of these LMDB refuses the environment until it is opened again."""
         if env is not None and isinstance(error, lmdb.PanicError | lmdb.CorruptedError | lmdb.PageNotFoundError):
             env.broken = True
         self._health.failed(error)
-
-
-def check_directory(path: Path, mounts: Path = Path("/proc/self/mounts")) -> None:
-    """Create the tier's directory and see that it can be used.
-
-    Args:
-        path: the directory (option ``disk_dir``).
-        mounts: the kernel's table of mounts.
-
-    Raises:
-        ConfigError: it cannot be created or written, or is on a network filesystem.
-    """
-    try:
-        (path / "ns").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path / "ns") as file:
-            file.write(b"tierkv")
-    except OSError as error:
-        raise ConfigError(
-            f"disk_dir={path} cannot be created or written ({error.strerror or error}); "
-            "set it to a directory on a local disk that this user may write"
-        ) from None
-    filesystem = filesystem_type(path, mounts)
-    network = filesystem in _NETWORK_FILESYSTEMS or filesystem.startswith("fuse.")
-    if network and filesystem not in _LOCAL_FUSE:
-        raise ConfigError(
-            f"disk_dir={path} is on a network filesystem ({filesystem}), where LMDB is not safe; "
-            "set it to a directory on a local disk"
-        )
-
-
-def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Return the type of the filesystem that ``path`` is on, or an empty string where that cannot be told."""
-    try:
-        lines = mounts.read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    target, best, found = path.resolve(), -1, ""
-    for line in lines:
-        fields = line.split(" ")
-        if len(fields) < 3:
-            continue
-        point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[1]))
-        depth = len(point.parts)
-        if target.is_relative_to(point) and depth >= best:  # a later mount covers an earlier one
-            best, found = depth, fields[2]
-    return found
-
-
-def _read_boot_id() -> str:
-    """Return the id of this boot; where there is none, one that no mark ever equals."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return f"unknown-{os.getpid()}-{time.time_ns()}"
-
-
-def _read_mark(directory: Path) -> _Mark | None:
-    """Return the mark, or None where there is none.
-
-    Raises:
-        _NotOursError: there is one that this program does not understand.
-    """
-    try:
-        return msgspec.json.decode((directory / _MARK_NAME).read_bytes(), type=_Mark)
-    except FileNotFoundError:
-        return None
-    except msgspec.MsgspecError as error:
-        raise _NotOursError(f"its {_MARK_NAME} is not understood: {error}") from None
-
-
-def _check_ours(directory: Path) -> None:
-    """See that a namespace directory is ours, or holds no database.
-
-    Raises:
-        _NotOursError: it holds one that is not, or of another version.
-    """
-    mark = _read_mark(directory)
-    if mark is None and (directory / "data.mdb").exists():
-        raise _NotOursError(f"it has no {_MARK_NAME}")
-    if mark is not None and mark.format != DISK_FORMAT:
-        raise _NotOursError(f"format {mark.format!r}; this program reads {DISK_FORMAT!r}")
-
-
-def _write_mark(directory: Path, boot: str) -> None:
-    """Replace the mark, durably."""
-    temporary = directory / (_MARK_NAME + ".new")
-    with open(temporary, "wb") as file:
-        file.write(msgspec.json.encode(_Mark(DISK_FORMAT, boot)))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / _MARK_NAME)
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _delete_files(directory: Path) -> None:
-    """Delete our files, the mark last, and the directory if nothing else is in it."""
-    for name in ("data.mdb", "lock.mdb", _MARK_NAME + ".new", _MARK_NAME):
-        (directory / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        directory.rmdir()

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 import redis
@@ -39,6 +39,7 @@ from tierkv.keys import KEY_NBYTES
 from tierkv.layout import Namespace
 from tierkv.payload import HEADER_NBYTES, BadRecordError, ForeignRecordError, Header
 from tierkv.tiers.base import Counters, EntryInfo, Fetched, Record, Ref, Sink, Status, TierStat, deliver
+from tierkv.urls import redact_url, url_secrets
 
 logger = logging.getLogger("tierkv")
 
@@ -124,7 +125,7 @@ class SharedTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.url = redact_url(url)
-        self._secrets = _secrets(url)
+        self._secrets = url_secrets(url)
         self._redis = redis.Redis(connection_pool=_make_pool(url, timeout_s, connect_timeout_s))
         self._clock = clock
         self._health = Health(f"The shared tier ({self.url})")
@@ -496,26 +497,6 @@ class SharedTier:
         return text
 
 
-def redact_url(url: str) -> str:
-    """Return ``url`` without what may be secret in it: passwords, and a user name that stands alone.
-
-    >>> redact_url("redis://me:secret@cache:6379/0")
-    'redis://me:***@cache:6379/0'
-    """
-    url = re.sub(r"://([^/@:]*):.*@", r"://\1:***@", url, flags=re.DOTALL)
-    url = re.sub(r"://[^/@:]+@", "://***@", url)
-    return re.sub(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
-
-
-def _secrets(url: str) -> list[str]:
-    try:
-        parts = urlsplit(url)
-        found = [parts.password or "", *parse_qs(parts.query).get("password", [])]
-    except ValueError:
-        return []
-    return sorted({s for raw in found for s in (raw, unquote(raw)) if s}, key=len, reverse=True)
-
-
 def _make_pool(url: str, timeout_s: float, connect_timeout_s: float) -> redis.ConnectionPool:
     """Return a pool that gives its connections our timeouts and no retry, whatever the URL says.
 
@@ -550,7 +531,7 @@ def _make_pool(url: str, timeout_s: float, connect_timeout_s: float) -> redis.Co
         pool.connection_class(**pool.connection_kwargs)  # does not connect; knows every option
     except (ValueError, TypeError, redis.RedisError) as error:
         reason = str(error)
-        for secret in _secrets(url):
+        for secret in url_secrets(url):
             reason = reason.replace(secret, "***")
         raise ConfigError(f"shared_url={redact_url(url)} is not a Redis URL ({reason}); {fix}") from None
     return pool
