@@ -438,8 +438,8 @@ class Bench:
         if not known:
             return
         keys = self.rng.sample(known, min(len(known), self.rng.randint(1, 4)))
-        what = self.rng.choice(("evict", "evict", "has", "list", "stat"))
-        if what == "evict":
+        what = self.rng.choice(("invalidate", "invalidate", "has", "list", "stat"))
+        if what == "invalidate":
             for key in keys:
                 if self.rng.random() < 0.5:
                     self.stored.pop(key, None)
@@ -824,7 +824,9 @@ class Bench:
         done(letters)
 
     def push(self, what: str, keys: Sequence[bytes] = ()) -> bytes:
-        return self.sched._on_push(what, b"".join(keys))
+        answer = self.sched._on_push(what, b"".join(keys))
+        assert answer, f"the push {what!r} is not known"
+        return answer
 
     # -- what must be true
 

@@ -14,7 +14,7 @@ def redact_url(url: str | None) -> str:
     """
     if not url:
         return ""
-    url = re.sub(r"://([^/@:]*):.*@", r"://\1:***@", url, flags=re.DOTALL)
+    url = re.sub(r"^((?:\w+://)?[^/@:]*):(?!//).*@", r"\1:***@", url, flags=re.DOTALL)
     url = re.sub(r"://[^/@:]+@", "://***@", url)
     return re.sub(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", r"\1***", url, flags=re.IGNORECASE)
 

@@ -119,7 +119,8 @@ class Scheduler:
         offer, fds = get_pool(engine_id)
         self._setup(config, offer, HostPool.from_fds(offer.shape, fds), engine_id, clock)
         self._hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or offer.layout.block_tokens
-        self._model = str(vllm_config.model_config.served_model_name or vllm_config.model_config.model)
+        names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
+        self._model = names if isinstance(names, str) else str(names[0])
         logger.info("TierKV %s: %s", __version__, config.describe())
         self._start_identity(vllm_config)
 
