@@ -487,8 +487,9 @@ class Scheduler:
     def _apply_replies(self) -> None:
         """Take note in the index of what the reader thread has received."""
         self.index.apply_drops()
-        if not self._fetching:
-            return
+        self._apply_fetches()
+
+    def _apply_fetches(self) -> None:
         still = []
         for fetch in self._fetching:
             if fetch.results is not None and not fetch.applied:
@@ -532,6 +533,7 @@ class Scheduler:
 
         The blocks given out end with the claimed tokens; what stands before them was on the GPU.
         """
+        self._apply_fetches()  # not what an operator dropped just now: the claim was made before that
         layout = self.layout
         num_blocks = -(-num_external_tokens // layout.block_tokens)
         begin, end = len(block_ids) - num_blocks, len(block_ids)

@@ -24,12 +24,11 @@ def main() -> int:
     """Read the configuration, detach from the engine, serve."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig, dec_hook=_decode)
     _detach()
-    from tierkv_server.server import DirectoryInUseError, Server, lock_directory, run_until_signal
+    from tierkv_server.server import DirectoryInUseError, Server, run_until_signal
 
     try:
-        os.close(lock_directory(config.disk_dir))  # before the log: only the owner writes to the directory
-        log_to(config.disk_dir / "server.log")
-        server = Server(config)
+        # Only the owner writes to the directory, its log included.
+        server = Server(config, on_owned=lambda: log_to(config.disk_dir / "server.log"))
         _silence()
         run_until_signal(server)
     except DirectoryInUseError:

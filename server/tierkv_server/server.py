@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tierkv.config import ServerConfig
@@ -49,15 +50,17 @@ class Server:
 
     Args:
         config: what to run with.
+        on_owned: called when the directory is this server's, before anything in it is opened.
 
     Raises:
         DirectoryInUseError: another server owns ``disk_dir``.
         ConfigError: the directory, the socket or the URL is not usable.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, on_owned: Callable[[], None] = lambda: None) -> None:
         self.config = config
         self._lock_fd = lock_directory(config.disk_dir)
+        on_owned()
         self._leave = threading.Event()
         self._connections: set[Connection] = set()
         self._guard = threading.Lock()

@@ -49,8 +49,8 @@ class Service:
         self.num_unstaged = 0  #: stores dropped because staging memory was full
         # What both queues may hold, and room for the stores under way: a slow tier never takes that of another.
         self._staging = Staging(2 * STORE_NBYTES + 8 * COMMAND_NBYTES)
-        self._disk_writer = TierWriter(disk, STORE_NBYTES, COMMAND_NBYTES)  # what came from the shared tier
-        self._shared_writer = TierWriter(shared, STORE_NBYTES, COMMAND_NBYTES) if shared else None
+        self._disk_writer = TierWriter(disk, STORE_NBYTES, COMMAND_NBYTES, self._keep)  # what came from the shared tier
+        self._shared_writer = TierWriter(shared, STORE_NBYTES, COMMAND_NBYTES, self._keep) if shared else None
         self._evicted: dict[bytes, int] = {}
         self._evictions = 0
         self._lock = threading.Lock()
@@ -130,8 +130,7 @@ class Service:
             np.copyto(buffer.data[at : at + len(part)], np.frombuffer(part, dtype=np.uint8))
             at += len(part)
         self._seal(buffer, header)
-        if self._evicted.get(header.key, 0) <= since:
-            self._disk_writer.put(Job(ns_id, Record(header, buffer.data.data), buffer))
+        self._disk_writer.put(Job(ns_id, Record(header, buffer.data.data), buffer, since))
         buffer.release()
 
     # -- store
@@ -153,17 +152,16 @@ class Service:
                 if not 0 <= item.slot < pool.shape.num_slots:
                     raise ValueError(f"slot {item.slot} is outside of the engine's pool of {pool.shape.num_slots}")
             for i, item in enumerate(items):
-                job = self._stage(session, pool, item)
+                job = self._stage(session, pool, item, since)
                 if isinstance(job, bytes):
                     letters[i] = job
                 else:
                     staged.append((i, job))
-        staged = [(i, job) for i, job in staged if self._keep(job, since)]
-        for (i, _), status in zip(staged, self._store_staged(session.ns_id, [j for _, j in staged]), strict=True):
+        for (i, _), status in zip(staged, self._store_staged([j for _, j in staged]), strict=True):
             letters[i] = _STORE_LETTER.get(status, FAILED)
         return b"".join(letters)
 
-    def _stage(self, session: Session, pool: HostPool, item: StoreItem) -> Job | bytes:
+    def _stage(self, session: Session, pool: HostPool, item: StoreItem, since: int) -> Job | bytes:
         """Copy one payload to staging memory; a letter where that was not to be."""
         payload_nbytes = pool.shape.payload_nbytes
         buffer = self._staging.take(record_nbytes(payload_nbytes))
@@ -189,22 +187,19 @@ class Service:
             checksum=checksum(payload.data),
         )
         self._seal(buffer, header)
-        return Job(session.ns_id, Record(header, buffer.data.data, item.tokens), buffer)
+        return Job(session.ns_id, Record(header, buffer.data.data, item.tokens), buffer, since)
 
-    def _store_staged(self, ns_id: bytes, jobs: Sequence[Job]) -> list[Status]:
-        results = self.disk.store(ns_id, [job.record for job in jobs]) if jobs else []
+    def _store_staged(self, jobs: Sequence[Job]) -> list[Status]:
+        results = self._disk_writer.write_now(jobs)
         for job in jobs:
             if self._shared_writer:
                 self._shared_writer.put(job)
             job.buffer.release()
         return results
 
-    def _keep(self, job: Job, since: int) -> bool:
-        """Return whether nobody evicted the key while it was copied; else let the copy go."""
-        if self._evicted.get(job.record.header.key, 0) <= since:
-            return True
-        job.buffer.release()
-        return False
+    def _keep(self, job: Job) -> bool:
+        """Return whether nobody has evicted the job's key since its bytes were read."""
+        return self._evicted.get(job.record.header.key, 0) <= job.since
 
     @staticmethod
     def _seal(buffer: Buffer, header: Header) -> None:

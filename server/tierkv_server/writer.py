@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from tierkv.tiers.base import Record, Status, Tier
@@ -16,11 +16,17 @@ logger = logging.getLogger("tierkv")
 
 
 class Job(NamedTuple):
-    """A record on its way to a tier; ``buffer`` holds its bytes."""
+    """A record on its way to a tier.
+
+    Attributes:
+        buffer: holds its bytes.
+        since: number of evictions when its bytes were read: if its key was evicted later, it is not to be written.
+    """
 
     ns_id: bytes
     record: Record
     buffer: Buffer
+    since: int
 
 
 class TierWriter:
@@ -30,10 +36,12 @@ class TierWriter:
         tier: where to.
         budget: bytes that may wait.
         batch_nbytes: bytes of one ``store`` call.
+        keep: whether a job is still to be written; asked while no eviction can come between.
     """
 
-    def __init__(self, tier: Tier, budget: int, batch_nbytes: int) -> None:
+    def __init__(self, tier: Tier, budget: int, batch_nbytes: int, keep: Callable[[Job], bool]) -> None:
         self.tier = tier
+        self._keep = keep
         self.num_dropped = 0
         self.queued_nbytes = 0
         self._budget = budget
@@ -62,6 +70,11 @@ class TierWriter:
             self.queued_nbytes += nbytes
             self._changed.notify_all()
         return True
+
+    def write_now(self, jobs: Sequence[Job]) -> list[Status]:
+        """Store records of one namespace at once, past the queue, and return a status each."""
+        with self._writing:
+            return self._store(jobs)
 
     def evict(self, ns_id: bytes, keys: Iterable[bytes]) -> EvictGuard:
         """Return a context in which none of ``keys`` is queued and no batch is being written."""
@@ -113,16 +126,22 @@ class TierWriter:
                 nbytes += len(batch[-1].record.data)
         if not batch:
             return
-        try:
-            results = self.tier.store(batch[0].ns_id, [job.record for job in batch])
-        except Exception:  # a tier must not raise; if one does, serving goes on
-            logger.exception("the %s tier failed in an unforeseen way", self.tier.name)
-            results = [Status.ERROR] * len(batch)
+        results = self._store(batch)
         with self._changed:
             self.num_dropped += sum(r in (Status.DROPPED, Status.ERROR) for r in results)
             for job in batch:
                 self._done(job)
             self._changed.notify_all()
+
+    def _store(self, jobs: Sequence[Job]) -> list[Status]:
+        kept = [job for job in jobs if self._keep(job)]
+        try:
+            results = self.tier.store(kept[0].ns_id, [job.record for job in kept]) if kept else []
+        except Exception:  # a tier must not raise; if one does, serving goes on
+            logger.exception("the %s tier failed in an unforeseen way", self.tier.name)
+            results = [Status.ERROR] * len(kept)
+        by_job = dict(zip(map(id, kept), results, strict=True))
+        return [by_job.get(id(job), Status.MISS) for job in jobs]
 
 
 class EvictGuard:
