@@ -60,12 +60,7 @@ seen_transitions: set[tuple[State, State]] = set()
 
 @contextlib.contextmanager
 def small_world(**budgets: int) -> Iterator[None]:
-    """Make budgets small and random nonces repeatable, and watch every transition of every plan."""
-    nonces = iter(range(1, 1 << 30))
-
-    def token_bytes(count: int) -> bytes:
-        return next(nonces).to_bytes(count, "big")
-
+    """Make budgets small, and watch every transition of every plan."""
     to = Plan.to
 
     def watched(plan: Plan, state: State) -> None:
@@ -78,7 +73,6 @@ def small_world(**budgets: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in (BUDGETS | budgets).items():
             stack.enter_context(mock.patch.object(scheduler_module, name, value))
-        stack.enter_context(mock.patch.object(scheduler_module, "secrets", SimpleNamespace(token_bytes=token_bytes)))
         stack.enter_context(mock.patch.object(Plan, "to", watched))
         stack.enter_context(mock.patch.object(scheduler_module.logger, "disabled", True))
         yield
@@ -322,6 +316,7 @@ class Bench:
         config = EngineConfig(shape.nbytes, "auto", Path("/none"), 1 << 30, None, CHUNK_TOKENS, DEADLINE_S)
         self.sched = Scheduler.__new__(Scheduler)
         self.sched._setup(config, Offer(shape, LAYOUT), self.pool, "bench", lambda: self.now)
+        self.sched._identity = bytes(32)
         self.sched.index = HostIndex(self.pool, clock=lambda: self.now)
         self.sched._found = (IDENTITY, self.client)  # type: ignore[assignment]
         self.sched.bind_block_pool(self.gpu)
@@ -536,7 +531,9 @@ class Bench:
                 self._preempt(self.running.pop())
         self.gpu.reset()
         if connector_too:
-            self.sched.reset_cache()
+            nonce = (self.sched._epoch + 1).to_bytes(16, "big")  # repeatable
+            with mock.patch.object(scheduler_module.secrets, "token_bytes", lambda count: nonce[:count]):
+                self.sched.reset_cache()
             assert not len(self.sched.index)
             assert not self.sched._plans and not self.sched._unstarted
 
