@@ -32,8 +32,6 @@ COMMAND_NBYTES = 8 << 20
 LINGER_S = 10.0
 PROTOCOL_VERSION = 1
 
-_SECRET_QUERY = re.compile(r"([?&][^=&]*password=)[^&]*", re.IGNORECASE)
-
 
 def default_disk_dir() -> Path:
     """Return the LMDB directory used where none is configured: in the user's cache folder."""

@@ -38,7 +38,6 @@ class _Message(msgspec.Struct, frozen=True):
 
     op: str
     rank: int = 0
-    offer: Offer | None = None
 
 
 def address(engine_id: str) -> str:

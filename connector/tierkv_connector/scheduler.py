@@ -34,7 +34,7 @@ from tierkv.hostindex import Entry, Fetch, HostIndex
 from tierkv.keys import ANCHOR_SPAN, anchor_index, chain_keys, root_key, tenant_digest
 from tierkv.launcher import Launcher
 from tierkv.layout import Namespace, Shard
-from tierkv.messages import Hello, HostEntry, HostStat, StoreItem
+from tierkv.messages import DROPPED, EXISTS, FAILED, STALE, STORED, Hello, HostEntry, HostStat, StoreItem
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
 from tierkv.threads import leave_compute_core
@@ -55,7 +55,6 @@ class RequestState:
     """What is known of a request from when it is added until it finishes."""
 
     __slots__ = (
-        "asked",
         "epoch",
         "keys",
         "load",
@@ -79,7 +78,6 @@ class RequestState:
         self.load: list[Entry] | None = None  # pinned for the load under way
         self.no_load = False  # a load failed: never offer this request one again
         self.store_next: int | None = None  # first chunk whose store has not been planned; None before the first step
-        self.asked = False
 
     def parent(self, i: int) -> bytes:
         return self.keys[i - 1] if i else self.root
@@ -90,7 +88,7 @@ class RequestState:
     def dump(self) -> dict[str, Any]:
         """Return the state as plain values, for tests that compare it."""
         return {
-            "flags": (self.epoch, self.shareable, self.no_load, self.asked, self.store_next),
+            "flags": (self.epoch, self.shareable, self.no_load, self.store_next),
             "load": [e.key for e in self.load or ()],
             "plan": self.plan and self.plan.dump(),
         }
@@ -153,7 +151,7 @@ class Scheduler:
         self._loads: list[LoadJob] = []
         self._stores: dict[int, tuple[Entry, RequestState]] = {}
         self._next_job = 0
-        self._store_queue = _Bytes()
+        self._store_queue = _StoreQueue()
         self._waiting: dict[str, RequestState] = {}
         self._closed = False
 
@@ -584,7 +582,7 @@ class Scheduler:
             self._waiting.pop(req_id, None)
             if state.store_next is None:
                 state.store_next = num_computed // size
-                self._count_misses(state)
+                self.counters["missed"] += max(0, len(state.keys) - state.store_next)
             after = num_computed + scheduler_output.num_scheduled_tokens[req_id]
             end = min(len(state.keys), after // size)
             if state.store_next < end and state.epoch == self._epoch:
@@ -608,18 +606,11 @@ class Scheduler:
                 continue
             entry = self.index.reserve(state.keys[i], state.parent(i), i, self.layout.chunk_tokens)
             if entry is None:
-                self.counters["dropped"] += 1
+                self.counters["not_spilled"] += 1  # every slot is in use
                 continue
             self._next_job += 1
             self._stores[self._next_job] = (entry, state)
             jobs.append(StoreJob(self._next_job, Piece(entry.slot, 0, tuple(ids))))
-
-    def _count_misses(self, state: RequestState) -> None:
-        """Count the prompt's chunks that neither the GPU nor a tier had, once a request."""
-        if not state.asked:
-            state.asked = True
-            assert state.store_next is not None
-            self.counters["missed"] += max(0, len(state.keys) - state.store_next)
 
     def _send_stores(self, copied: Sequence[tuple[Entry, RequestState]]) -> None:
         """Send chunks that have arrived in the host pool to the store server, within the budget of the queue."""
@@ -629,10 +620,10 @@ class Scheduler:
             if not state.shareable or state.epoch != self._epoch:
                 continue
             if self.client is None or not self.client.connected():
-                self.counters["dropped"] += self.client is not None
+                self.counters["not_sent"] += self.client is not None
                 continue
             if self._store_queue.nbytes + (len(batch) + 1) * payload_nbytes > STORE_NBYTES:
-                self.counters["dropped"] += 1
+                self.counters["not_sent"] += 1
                 continue
             batch.append(
                 StoreItem(
@@ -659,10 +650,7 @@ class Scheduler:
 
         def done(letters: bytes | None) -> None:
             self._store_queue.add(-nbytes)
-            if letters is None:
-                self._store_queue.num_lost += len(batch)
-            else:
-                self._store_queue.num_stored += letters.count(b"o") + letters.count(b"x")
+            self._store_queue.count(len(batch), letters)
 
         self.client.store(batch, self.index.dropped, done)
 
@@ -692,9 +680,7 @@ class Scheduler:
     def stat(self) -> HostStat:
         """Return this engine's counters. Safe from any thread."""
         shape = self.pool.shape
-        counters = dict(self.counters)
-        counters["stores_lost"] = self._store_queue.num_lost
-        counters["stored"] = self._store_queue.num_stored
+        counters = dict(self.counters) | dict(self._store_queue.counters)
         counters["store_queue_nbytes"] = self._store_queue.nbytes
         return HostStat(
             engine_id=self._engine_id,
@@ -726,21 +712,40 @@ class Scheduler:
             "fetch_nbytes": self._fetch_nbytes,
             "num_leased": self._num_leased,
             "next_job": self._next_job,
-            "store_queue": (self._store_queue.nbytes, self._store_queue.num_lost, self._store_queue.num_stored),
+            "store_queue": (self._store_queue.nbytes, dict(self._store_queue.counters)),
             "epoch": (self._epoch, self._epoch_nonce, self._identity, self._shareable),
             "counters": dict(self.counters),
         }
 
 
-class _Bytes:
-    """Bytes that wait to be stored; counted down by the reader thread."""
+#: Counter of each reply letter of STORE (tierkv.messages), in chunks.
+_STORE_COUNTERS = {
+    STORED: "stored",
+    EXISTS: "stored",
+    STALE: "stores_stale",
+    DROPPED: "stores_dropped",
+    FAILED: "stores_failed",
+}
+
+
+class _StoreQueue:
+    """Chunks on their way to the store server: their bytes, and what became of them. The reader thread counts."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.num_lost = 0
-        self.num_stored = 0
+        self.counters: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
             self.nbytes += nbytes
+
+    def count(self, num_sent: int, letters: bytes | None) -> None:
+        """Note the answer to a STORE; None: it will not come. What an operator evicted meanwhile was not sent."""
+        with self._lock:
+            if letters is None:
+                self.counters["stores_lost"] += num_sent
+                return
+            self.counters["stores_evicted"] += num_sent - len(letters)
+            for letter, name in _STORE_COUNTERS.items():
+                self.counters[name] += letters.count(letter)

@@ -86,6 +86,7 @@ class Commands:
         self._table: dict[bytes, Callable[[Connection, Sequence[bytes]], Value | str]] = {
             b"PING": lambda c, args: args[0] if args else Simple("PONG"),
             b"ECHO": lambda c, args: args[0],
+            b"HELLO": lambda c, args: Error("NOPROTO this server speaks RESP2"),  # clients then go on with RESP2
             b"QUIT": self._quit,
             b"COMMAND": lambda c, args: [],
             b"CLIENT": lambda c, args: Simple("OK"),

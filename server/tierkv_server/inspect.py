@@ -220,8 +220,9 @@ class Inspector:
     def stat(self) -> dict[str, Any]:
         """Return the state of the server, its tiers and its engines."""
         service = self._service
+        num_sessions = len(service.sessions)
         engines = [msgspec.json.decode(body, type=HostStat) for _, body in self._ask("stat", b"")]
-        silent = len(service.sessions) - len(engines)
+        silent = max(0, num_sessions - len(engines))
         tiers = [_host_row(engines)]
         queued, dropped = service.queued_nbytes(), service.num_dropped()
         for tier in service.tiers():
@@ -287,7 +288,7 @@ def _host_row(engines: Sequence[HostStat]) -> dict[str, Any]:
         "num_misses": total("disk_hits") + total("shared_hits") + total("missed"),
         "num_stored": total("spilled"),
         "num_evicted": sum(e.num_evicted for e in engines),
-        "num_dropped": total("dropped"),
+        "num_dropped": total("not_spilled") + total("not_sent"),
         "num_bad": 0,
         "num_errors": total("load_failures"),
         "queued_nbytes": 0,

@@ -169,6 +169,8 @@ class Server:
                 if not data:
                     break
                 for value in parser.feed(data):
+                    if value == []:
+                        continue  # as Redis does
                     reply = self._answer(connection, value)
                     try:
                         connection.sock.sendall(encode(reply))

@@ -124,6 +124,7 @@ class Service:
         """Queue a payload that came from the shared tier for this node's disk."""
         buffer = self._staging.take(record_nbytes(pool.shape.payload_nbytes))
         if buffer is None:
+            self.num_unstaged += 1
             return
         at = HEADER_NBYTES
         for part in pool.parts(slot):

@@ -42,7 +42,7 @@ class TierWriter:
     def __init__(self, tier: Tier, budget: int, batch_nbytes: int, keep: Callable[[Job], bool]) -> None:
         self.tier = tier
         self._keep = keep
-        self.num_dropped = 0
+        self.num_dropped = 0  #: records that the queue had no room for
         self.queued_nbytes = 0
         self._budget = budget
         self._batch_nbytes = batch_nbytes
@@ -126,9 +126,8 @@ class TierWriter:
                 nbytes += len(batch[-1].record.data)
         if not batch:
             return
-        results = self._store(batch)
+        self._store(batch)  # the tier counts what came of it
         with self._changed:
-            self.num_dropped += sum(r in (Status.DROPPED, Status.ERROR) for r in results)
             for job in batch:
                 self._done(job)
             self._changed.notify_all()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts, admin, drain, server_pid
-from leaks import pool_files
+from leaks import pool_files, shm_names
 from records import wait_until
 from servers import RedisServer
 from tierkv.client import AdminClient
@@ -172,9 +172,19 @@ def holders(segments: set[str]) -> set[int]:
     return found
 
 
-def shm_kinds(before: set[str]) -> Counter[str]:
-    """Return what has come to /dev/shm since, by the start of the names."""
-    return Counter(path.name[:4] for path in Path("/dev/shm").iterdir() if path.name not in before)
+def shm_of(pids: set[int]) -> set[Path]:
+    """Return the files in /dev/shm that processes have open or mapped."""
+    found = set()
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        lines += [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+        found |= {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line}
+    return found
+
+
+def kinds_left(files: set[Path]) -> Counter[str]:
+    """Return the files that are still there, by the start of their names."""
+    return Counter(path.name[:4] for path in files if path.exists())
 
 
 def num_on_disk(client: AdminClient) -> int:
@@ -182,23 +192,15 @@ def num_on_disk(client: AdminClient) -> int:
     return next(int(tier["num_entries"]) for tier in client.ask("TKV.STAT")["tiers"] if tier["name"] == "disk")
 
 
-def kill_and_count(engine: Engine, before: set[str]) -> Counter[str]:
-    engine.kill()
-    return shm_kinds(before)
-
-
 def test_killing_an_engine_leaves_nothing_and_its_successor_hits(lab: Lab, model: Path, cold: Cold) -> None:
     mark, disk = f"TIERKV_TEST_{secrets.token_hex(8)}", lab.disk()
-    processes_env: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", mark: "1"}
+    env: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     prompts = [PROMPTS.new(300) for _ in range(3)]
+    names = shm_names()
 
-    shm = {path.name for path in Path("/dev/shm").iterdir()}
-    plain = lab.engine(model, env=processes_env)
+    plain = lab.engine(model, env=env)  # vLLM leaves things of its own
+    engine = lab.engine(model, {"disk_dir": disk}, transfer={"engine_id": mark}, env=env | {mark: "1"})
     plain.run(*prompts, max_tokens=1)
-    left_without = kill_and_count(plain, shm)
-
-    shm = {path.name for path in Path("/dev/shm").iterdir()}
-    engine = lab.engine(model, {"disk_dir": disk}, transfer={"engine_id": mark}, env=processes_env)
     engine.run(*prompts, max_tokens=1)
     with admin(disk) as client:
         wait_until(lambda: num_on_disk(client) == 12)
@@ -207,19 +209,21 @@ def test_killing_an_engine_leaves_nothing_and_its_successor_hits(lab: Lab, model
     assert len(started) >= 3, "the engine's two processes and its store server"
     assert server_pid(disk) in started
     segments = set().union(*(pool_files(pid) for pid in started))
-    assert segments
     assert holders(segments) >= {server_pid(disk)}
     assert socket_path(disk).is_socket()
     assert address(mark)[1:] in Path("/proc/net/unix").read_text()
+    with_connector, without = shm_of(started), shm_of(processes(plain.pid, mark))
 
-    left_with = kill_and_count(engine, shm)
-    assert left_with == left_without
+    plain.kill()
+    engine.kill()
+    # A process's threads end one by one: it is gone a little later than its first thread.
+    wait_until(lambda: address(mark)[1:] not in Path("/proc/net/unix").read_text())
     assert processes(engine.pid, mark) == {server_pid(disk)}, "the store server lingers, nothing else"
-    wait_until(lambda: address(mark)[1:] not in Path("/proc/net/unix").read_text())  # its threads end one by one
     wait_until(lambda: not processes(engine.pid, mark), LINGER_S + 10)
     assert not socket_path(disk).exists()
     assert not holders(segments)
-    assert shm_kinds(shm) == left_with
+    assert kinds_left(with_connector) == kinds_left(without)
+    assert shm_names() <= names
 
     successor = lab.engine(model, {"disk_dir": disk})
     with successor.counting() as counters:
