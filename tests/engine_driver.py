@@ -171,19 +171,14 @@ class Driver:
         """Return everything that requests hold; all zero where no request is left."""
         s, pool = self._sched, self._core.scheduler.kv_cache_manager.block_pool
         s._apply_replies()
-        return {
+        state = s.dump()
+        names = ("requests", "plans", "unstarted", "waiting", "loading", "ended_loads", "loads", "stores", "fetching")
+        return {name: len(state[name]) for name in names} | {
+            "fetch_nbytes": state["fetch_nbytes"],
+            "num_leased": state["num_leased"],
             "pins": sum(e.num_pins for e in s.index._entries.values()),
             "quarantined": s.index.num_quarantined,
             "slots": s.pool.shape.num_slots - s.index.num_free - s.index.num_quarantined - len(s.index),
-            "leased": s._num_leased,
-            "fetch_nbytes": s._fetch_nbytes,
-            "fetching": len(s._fetching),
-            "plans": len(s._plans),
-            "requests": len(s.requests),
-            "waiting": len(s._waiting),
-            "loading": len(s._loading),
-            "ended_loads": len(s._ended_loads),
-            "stores": len(s._stores),
             "gpu_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }
 

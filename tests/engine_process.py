@@ -36,6 +36,7 @@ _NURSERY_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT") or str(Path.home() / ".cache" / "vllm"),
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }

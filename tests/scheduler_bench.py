@@ -1,4 +1,4 @@
-"""A bench for the scheduler half: a small model of vLLM's scheduler, its GPU and the store server around the real class.
+"""A bench for the scheduler half: a small model of vLLM's scheduler, of a GPU and of the store server around it.
 
 Everything that happens is an operation of :meth:`Bench.do`, chosen by a seeded generator, so that two benches with one
 seed live through the same. The contents of blocks and slots are modelled byte for byte: a block's bytes follow from all
@@ -214,7 +214,7 @@ class Request:
 
 
 class BlockPool:
-    """vLLM's block pool, as far as it matters: reference counts, a prefix cache, the least recently freed goes first."""
+    """vLLM's block pool, as far as it matters: reference counts, a prefix cache, least recently freed first."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(1, num_blocks))
@@ -338,6 +338,7 @@ class Bench:
         self.loads_under_way: dict[str, tuple[set[bytes], float]] = {}
         self.refuse_blocks = 0.0
         self.cut_claims = 0.0
+        self.split_reports = 0.3
         self.origins: dict[tuple[int, int], str] = {}  # (slot, generation) -> tier that its payload came from
         self.hits: Counter[str] = Counter()
         self.num_claimed = self.num_loaded_chunks = self.num_none = 0
@@ -719,7 +720,7 @@ class Bench:
                 continue
             if not ok:
                 report.failed_loads.add(job.req_id)
-                if self.rng.random() < 0.3:  # the load's end is reported a step later than its failure
+                if self.rng.random() < self.split_reports:  # the load's end is reported a step later than its failure
                     keep.append((job, True))
                     self.requests[job.req_id].failed = True
                     continue

@@ -152,8 +152,8 @@ def _length(digits: bytes, most: int, what: str) -> int:
     return length
 
 
-def encode(value: Value | str) -> bytes:
-    """Return a value as RESP2. A plain ``str`` becomes a bulk string."""
+def encode(value: Value | str | dict[str, Value | str]) -> bytes:
+    """Return a value as RESP2. A plain ``str`` becomes a bulk string; a ``dict`` a map, which is RESP3's only."""
     if value is None:
         return b"$-1\r\n"
     if isinstance(value, Simple):
@@ -162,6 +162,8 @@ def encode(value: Value | str) -> bytes:
         return b"-%s\r\n" % " ".join(value.split()).encode()
     if isinstance(value, int):
         return b":%d\r\n" % value
+    if isinstance(value, dict):
+        return b"%%%d\r\n" % len(value) + b"".join(encode(k) + encode(v) for k, v in value.items())
     if isinstance(value, list):
         return b"*%d\r\n" % len(value) + b"".join(map(encode, value))
     data = value.encode() if isinstance(value, str) else value

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -200,6 +201,18 @@ class CpuDevice:
             cache[ids] = cells[piece.slot, piece.first : stop]
 
 
+@dataclass(eq=False)
+class _Copy:
+    """A copy on its way: ``ended`` is the CUDA event after which nothing of it reads or writes any more."""
+
+    job: LoadJob | StoreJob
+    ok: bool
+    began: Any
+    ended: Any
+    nbytes: int
+    buffers: list[torch.Tensor]
+
+
 class CudaDevice:
     """Backend for CUDA: gathers and scatters on the device, one transfer a chunk, all on two side streams.
 
@@ -220,8 +233,7 @@ class CudaDevice:
         self._pool = torch.from_numpy(cells)[:, : shape.part_nbytes]
         self._store_stream: Any = torch.cuda.Stream(self._device)
         self._load_stream: Any = torch.cuda.Stream(self._device)
-        self._pending: list[tuple[LoadJob | StoreJob, Any, Any, int, tuple[Any, ...]]] = []
-        self._failed: list[Done] = []
+        self._pending: list[_Copy] = []
 
     def store(self, jobs: Sequence[StoreJob]) -> None:
         if jobs:
@@ -238,20 +250,20 @@ class CudaDevice:
     def fence(self, block_ids: Sequence[int]) -> None:
         reused = set(block_ids)
         stream = torch.cuda.current_stream(self._device)
-        for job, _, ended, _, _ in self._pending:
-            if isinstance(job, StoreJob) and not reused.isdisjoint(job.piece.block_ids):
-                stream.wait_event(ended)
-                self._load_stream.wait_event(ended)
+        for copy in self._pending:
+            if isinstance(copy.job, StoreJob) and not reused.isdisjoint(copy.job.piece.block_ids):
+                stream.wait_event(copy.ended)
+                self._load_stream.wait_event(copy.ended)
 
     def finished(self) -> list[Done]:
-        done, self._failed = self._failed, []
-        waiting = []
-        for item in self._pending:
-            job, began, ended, nbytes, _ = item
-            if ended.query():
-                done.append(Done(job, True, nbytes, began.elapsed_time(ended) / 1e3))
+        done: list[Done] = []
+        waiting: list[_Copy] = []
+        for copy in self._pending:
+            if copy.ended.query():
+                seconds = copy.began.elapsed_time(copy.ended) / 1e3
+                done.append(Done(copy.job, copy.ok, copy.nbytes, seconds))
             else:
-                waiting.append(item)
+                waiting.append(copy)
         self._pending = waiting
         return done
 
@@ -271,15 +283,18 @@ class CudaDevice:
     ) -> None:
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         nbytes = sum(len(piece.block_ids) for piece in pieces) * self._block_nbytes
-        try:
-            with torch.cuda.stream(stream):
-                began.record(stream)
-                kept = tuple(copy(piece) for piece in pieces)  # device buffers live until the event has passed
-                ended.record(stream)
-            self._pending.append((job, began, ended, nbytes, kept))
-        except Exception:  # reported: vLLM recomputes, nothing here may raise into the engine
-            logger.exception("a copy between the GPU and the host pool could not be started")
-            self._failed.append(Done(job, False, 0, 0.0))
+        kept: list[torch.Tensor] = []  # device buffers live until the event has passed
+        ok = True
+        with torch.cuda.stream(stream):
+            began.record(stream)
+            try:
+                for piece in pieces:
+                    kept.append(copy(piece))
+            except Exception:  # reported: vLLM recomputes, nothing here may raise into the engine
+                logger.exception("a copy between the GPU and the host pool could not be started")
+                ok = False
+            ended.record(stream)  # a failure too is reported only when nothing of it is under way any more
+        self._pending.append(_Copy(job, ok, began, ended, nbytes, kept))
 
     def _views(self, cell: torch.Tensor, piece: Piece) -> list[torch.Tensor]:
         """Return each region's part of a cell on the device, the blocks of ``piece`` only."""

@@ -101,15 +101,18 @@ class Plan:
         match = self.match
         if match is not None and match.letters is None:
             return True
-        if any(f.results is None for f in self.fetches):
-            return True
         if any(e.state == Entry.FILLING and e.fetch is not None and e.fetch.results is None for e in self.shared_waits):
             return True
+        if self.failed():
+            return False
         matched = len(match.letters or b"") if match is not None else 0
-        return not self.failed() and self.next < min(self.stop, self.start + matched)
+        return any(f.results is None for f in self.fetches) or self.next < min(self.stop, self.start + matched)
 
     def failed(self) -> bool:
-        """Return whether a chunk that was asked for is missing: what comes after it is of no use."""
+        """Return whether a chunk that was asked for is missing: what comes after it is of no use.
+
+        Results of a plan come in order: what is still on its way comes after it.
+        """
         return any(f.results is not None and not _all_hits(f.results, len(f.entries)) for f in self.fetches)
 
     def dump(self) -> dict[str, Any]:

@@ -408,7 +408,8 @@ class Scheduler:
                     pass
             if plan.failed():
                 plan.stop = plan.next  # what comes after a missing chunk is of no use
-            plan.fetches = [f for f in plan.fetches if not f.applied]
+            else:
+                plan.fetches = [f for f in plan.fetches if not f.applied]
             plan.shared_waits = [e for e in plan.shared_waits if e.state == Entry.FILLING]
             if not plan.pending(now):
                 del self._plans[req_id]

@@ -27,6 +27,9 @@ from tierkv_server.session import Session
 
 logger = logging.getLogger("tierkv")
 
+#: What a command answers; a dict is for clients that asked for RESP3.
+Reply = Value | str | dict[str, Value | str]
+
 MAX_KEYS = 1 << 17
 _MAX_DRAIN_S = 60.0
 
@@ -83,10 +86,10 @@ class Commands:
             "boot": self.boot,
         }
         self._inspector = Inspector(service, about)
-        self._table: dict[bytes, Callable[[Connection, Sequence[bytes]], Value | str]] = {
+        self._table: dict[bytes, Callable[[Connection, Sequence[bytes]], Reply]] = {
             b"PING": lambda c, args: args[0] if args else Simple("PONG"),
             b"ECHO": lambda c, args: args[0],
-            b"HELLO": lambda c, args: Error("NOPROTO this server speaks RESP2"),  # clients then go on with RESP2
+            b"HELLO": self._resp_hello,
             b"QUIT": self._quit,
             b"COMMAND": lambda c, args: [],
             b"CLIENT": lambda c, args: Simple("OK"),
@@ -107,7 +110,7 @@ class Commands:
             b"TKV.EVICT": lambda c, args: _json(self._inspector.evict(_select(args))),
         }
 
-    def run(self, connection: Connection, words: Sequence[bytes]) -> Value | str:
+    def run(self, connection: Connection, words: Sequence[bytes]) -> Reply:
         """Execute one command and return its reply; faults are error replies, never exceptions."""
         name = words[0].upper()
         command = self._table.get(name)
@@ -218,6 +221,19 @@ class Commands:
         return int(self._service.drain(min(timeout_s, _MAX_DRAIN_S)))
 
     # -- the connection and the server
+
+    def _resp_hello(self, connection: Connection, args: Sequence[bytes]) -> Reply:
+        """Agree to RESP2 or RESP3: what else this server sends means the same in both."""
+        version = int(args[0]) if args else 2
+        if version not in (2, 3):
+            return Error("NOPROTO this server speaks RESP2 and RESP3")
+        about: dict[str, Value | str] = {
+            "server": "tierkv",
+            "version": __version__,
+            "proto": version,
+            "mode": "standalone",
+        }
+        return about if version == 3 else [v.encode() if isinstance(v, str) else v for kv in about.items() for v in kv]
 
     def _quit(self, connection: Connection, args: Sequence[bytes]) -> Value:
         connection.closing = True

@@ -27,7 +27,7 @@ from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.shared import SharedTier
 from tierkv.unix import short_path
 from tierkv.urls import redact_url
-from tierkv_server.commands import Commands, Connection
+from tierkv_server.commands import Commands, Connection, Reply
 from tierkv_server.service import Service
 
 logger = logging.getLogger("tierkv")
@@ -184,7 +184,7 @@ class Server:
         finally:
             self._gone(connection)
 
-    def _answer(self, connection: Connection, value: Value) -> Value | str:
+    def _answer(self, connection: Connection, value: Value) -> Reply:
         if not isinstance(value, list) or not value or not all(isinstance(w, bytes) for w in value):
             raise ProtocolError("a command is an array of bulk strings")
         return self.commands.run(connection, [word for word in value if isinstance(word, bytes)])

@@ -564,9 +564,10 @@ def test_random_bytes_never_take_the_server_down(server: Server, engine: FakeEng
     wait_until(lambda: len(server._connections) == 6, what="connections were kept")  # those of the engine
 
 
-def test_redis_py_can_talk_to_it(server: Server, engine: FakeEngine) -> None:
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_redis_py_can_talk_to_it(server: Server, engine: FakeEngine, protocol: int) -> None:
     engine.put(PROMPT)
-    with redis.Redis(unix_socket_path=str(server.config.socket), protocol=2) as r:
+    with redis.Redis(unix_socket_path=str(server.config.socket), protocol=protocol) as r:
         assert r.ping() is True
         assert r.execute_command("ECHO", "hello") == b"hello"
         stat = json.loads(r.execute_command("TKV.STAT"))
@@ -706,14 +707,10 @@ def test_a_directory_has_one_owner(short_dir: Path, server: Server) -> None:
     assert not (short_dir / "other.sock").exists()
 
 
-@pytest.mark.parametrize("place", ["below a file", "a file", "read-only"])
+@pytest.mark.parametrize("place", ["file/x", "file", "/proc/nowhere"])
 def test_a_directory_that_cannot_be_used_is_one_sentence(short_dir: Path, place: str) -> None:
     (short_dir / "file").write_text("x")
-    directory = short_dir / {"below a file": "file/x", "a file": "file", "read-only": "closed/x"}[place]
-    if place == "read-only":
-        (short_dir / "closed").mkdir(mode=0o500)
-        if os.access(short_dir / "closed", os.W_OK):
-            pytest.skip("this user can write everywhere")
+    directory = short_dir / place
     with pytest.raises(ConfigError) as caught:
         Server(make_config(short_dir, disk_dir=directory))
     sentence = str(caught.value)

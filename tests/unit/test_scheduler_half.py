@@ -8,12 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 import scheduler_bench
-from scheduler_bench import BLOCK_TOKENS, CHUNK_TOKENS, DEADLINE_S, IDENTITY, PAYLOAD_NBYTES, Bench, Request, small_world
+from scheduler_bench import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    DEADLINE_S,
+    IDENTITY,
+    PAYLOAD_NBYTES,
+    Bench,
+    Request,
+    small_world,
+)
+from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key
 from tierkv_connector.plan import TRANSITIONS, State
 from tierkv_connector.scheduler import Scheduler
-
-from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key
 
 NUM_SEQUENCES = 600
 NUM_PURE_SEQUENCES = 200
@@ -127,7 +136,7 @@ SIDE_EFFECTS: dict[str, Callable[[Scheduler, Any], object]] = {
     "sends": _send,
     "plans": lambda sched, state: sched._advance_plans(),
     "counts": lambda sched, state: sched.counters.update(asked=1),
-    "records": lambda sched, state: setattr(state, "asked", True),
+    "records": lambda sched, state: setattr(state, "store_next", 0),
     "waits anew": lambda sched, state: state.plan and setattr(state.plan, "deadline", sched._clock() + DEADLINE_S),
     "takes turns": lambda sched, state: sched.client and sched.client.next_lane(),
 }
@@ -144,7 +153,7 @@ def test_a_planted_side_effect_is_found(kind: str, monkeypatch: pytest.MonkeyPat
         return answer
 
     monkeypatch.setattr(Scheduler, "get_num_new_matched_tokens", impure)
-    with pytest.raises((DifferenceError, AssertionError)):
+    with pytest.raises(DifferenceError):
         for seed in range(10):
             compare(seed)
 
@@ -311,7 +320,7 @@ def test_a_chunk_that_is_lost_on_the_way_ends_the_plan(bench: Bench) -> None:
 
 def test_a_server_that_goes_away_ends_the_wait_and_takes_no_slots(bench: Bench) -> None:
     other = warm(bench, prompt(4, family=1))
-    keys = store(bench, prompt(6))
+    keys, before = store(bench, prompt(6)), len(fetched(bench))
     request = bench.submit(prompt(6))
     bench.answer()
     bench.answer()
@@ -320,7 +329,7 @@ def test_a_server_that_goes_away_ends_the_wait_and_takes_no_slots(bench: Bench) 
     bench.step()
     assert request.status == "loading"
     assert bench.num_loaded_chunks == 2
-    assert fetched(bench) == keys[:2]
+    assert fetched(bench)[before:] == keys[:2]
     assert all(bench.usable(key) for key in other), "slots were taken for what cannot come"
     late = bench.submit(prompt(6, family=2))
     assert bench.ask(late, 0) == (0, False)
@@ -493,12 +502,13 @@ def test_a_chunk_that_is_half_on_the_gpu_is_loaded_in_part(bench: Bench) -> None
 def test_a_failure_that_is_known_before_the_load_has_ended_is_remembered(bench: Bench) -> None:
     warm(bench, prompt(2))
     request = bench.submit(prompt(2))
+    bench.split_reports = 1.0
     (job,) = bench.step().loads
-    report = scheduler_bench.TierKVWorkerMetadata(failed_loads={request.request_id})
-    bench.sched.update_connector_output(set(), report)
     bench.run_load(job, ok=False)
     bench.step()
-    request.failed = True
+    assert (request.status, request.recved) == ("loading", False)
+    bench.step()
+    assert request.recved
     assert bench.ask(request, 0) == (0, False)
     assert bench.step().loads == []
     assert request.status == "finished"
@@ -594,7 +604,9 @@ def test_a_chunk_with_the_null_block_is_not_stored(bench: Bench) -> None:
     request = bench.submit(prompt(2))
     bench.answer_all()
     output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=0, block_ids=([0, 1, 2, 3],))],
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=request.request_id, num_computed_tokens=0, block_ids=([0, 1, 2, 3],))
+        ],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[], new_block_ids=[]),
         num_scheduled_tokens={request.request_id: 2 * CHUNK_TOKENS},
         preempted_req_ids=set(),

@@ -1,0 +1,515 @@
+"""Copies between a paged KV cache and the pool: any layout, failures, and the order of work on CUDA streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tierkv.errors import ConfigError
+from tierkv.pool import HostPool, PoolShape, Segment
+from tierkv_connector import device as device_module
+from tierkv_connector.device import (
+    CpuDevice,
+    CudaDevice,
+    Device,
+    Done,
+    Region,
+    block_matrix,
+    make_regions,
+    open_device,
+)
+from tierkv_connector.metadata import LoadJob, Piece, StoreJob
+
+NUM_BLOCKS = 6
+BLOCKS_PER_CHUNK = 2
+NUM_SLOTS = 3
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    data = np.random.Generator(np.random.PCG64(seed)).bytes(int(np.prod(shape)) * dtype.itemsize)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def plain() -> torch.Tensor:
+    """[B, H, N, 2D], contiguous."""
+    return filled((NUM_BLOCKS, 2, 4, 6))
+
+
+def permuted() -> torch.Tensor:
+    """The same logical shape; in memory the tokens of a block stand before its heads."""
+    return filled((NUM_BLOCKS, 4, 2, 6)).permute(0, 2, 1, 3)
+
+
+def shared_storage() -> torch.Tensor:
+    """One of several layers in one allocation: an offset, and blocks further apart than they are long."""
+    return filled((NUM_BLOCKS, 3, 2, 4, 6), torch.bfloat16)[:, 1]
+
+
+def small_blocks() -> torch.Tensor:
+    """Two blocks of the kernel make one of the manager."""
+    return filled((2 * NUM_BLOCKS, 2, 2, 6), torch.float16)
+
+
+def odd_bytes() -> torch.Tensor:
+    """Blocks that are no whole number of 8-byte words."""
+    return filled((NUM_BLOCKS, 1, 3, 5), torch.uint8)
+
+
+def latent() -> torch.Tensor:
+    """[B, N, C], as MLA keeps it."""
+    return filled((NUM_BLOCKS, 4, 10), torch.bfloat16)
+
+
+def single_head() -> torch.Tensor:
+    """An axis of length one, whose stride says nothing."""
+    return torch.as_strided(filled((NUM_BLOCKS, 24)), (NUM_BLOCKS, 1, 4, 6), (24, 999, 6, 1))
+
+
+LAYOUTS = [plain, permuted, shared_storage, small_blocks, odd_bytes, latent, single_head]
+
+
+def memory(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor in the order in which they stand in memory."""
+    axes = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+    return tensor.permute(axes).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def block_bytes(cache: torch.Tensor, block: int) -> bytes:
+    """The reference: a block's bytes, kernel block by kernel block."""
+    ratio = cache.shape[0] // NUM_BLOCKS
+    return b"".join(memory(cache[i]) for i in range(block * ratio, (block + 1) * ratio))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_is_a_row(layout: Callable[[], torch.Tensor]) -> None:
+    cache = layout()
+    matrix = block_matrix(cache, NUM_BLOCKS)
+    assert matrix.shape[0] == NUM_BLOCKS
+    for block in range(NUM_BLOCKS):
+        assert matrix[block].view(torch.uint8).numpy().tobytes() == block_bytes(cache, block)
+    before = cache.clone()
+    matrix[1].zero_()  # the same memory, and no other block's
+    assert block_bytes(cache, 1) == bytes(len(block_bytes(cache, 1)))
+    for block in (0, 2, 3, 4, 5):
+        assert block_bytes(cache, block) == block_bytes(before, block)
+
+
+def test_regions_stand_one_after_the_other() -> None:
+    caches = [plain(), latent(), odd_bytes()]
+    regions = make_regions(caches, NUM_BLOCKS, BLOCKS_PER_CHUNK)
+    assert [r.block_nbytes for r in regions] == [len(block_bytes(c, 0)) for c in caches] == [192, 80, 15]
+    assert [r.cell_offset for r in regions] == [0, 384, 544]
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        filled((NUM_BLOCKS, 2, 4, 8))[..., :6],  # a gap after each token
+        filled((2, NUM_BLOCKS, 4, 6)).permute(1, 0, 2, 3),  # keys of all blocks, then values of all blocks
+        filled((2, NUM_BLOCKS, 4, 6)),  # blocks along another axis
+        filled((2 * NUM_BLOCKS, 3, 4, 6))[:, 1],  # a gap between the kernel's blocks of one block
+        torch.zeros(1).expand(NUM_BLOCKS, 2, 4, 6),
+    ],
+)
+def test_a_block_in_several_pieces_is_refused_in_a_sentence(cache: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"shape \(.*\) and strides \(.*\).*choose another kv_cache_layout"):
+        block_matrix(cache, NUM_BLOCKS)
+
+
+def test_a_device_of_another_kind_is_refused_in_a_sentence() -> None:
+    region = Region(torch.empty(NUM_BLOCKS, 8, device="meta"), 0, 32)
+    with pytest.raises(ConfigError, match=r"on a 'meta' device.*'cuda' and 'cpu'"):
+        open_device([region], SimpleNamespace(), 0, 1)  # type: ignore[arg-type]
+
+
+def make_pool(part_nbytes: int, num_slots: int = NUM_SLOTS) -> HostPool:
+    shape = PoolShape(num_slots, 1, part_nbytes)
+    return HostPool(shape, [Segment.create(shape.segment_nbytes(0))])
+
+
+@contextlib.contextmanager
+def cpu_device(caches: list[torch.Tensor]) -> Iterator[tuple[Device, HostPool]]:
+    regions = make_regions(caches, NUM_BLOCKS, BLOCKS_PER_CHUNK)
+    pool = make_pool(sum(r.block_nbytes for r in regions) * BLOCKS_PER_CHUNK)
+    device = open_device(regions, pool, 0, BLOCKS_PER_CHUNK)
+    assert isinstance(device, CpuDevice)
+    try:
+        yield device, pool
+    finally:
+        device.close()
+        device.close()
+        pool.close()
+
+
+def wait(device: Device, count: int) -> list[Done]:
+    """Return ``count`` finished copies: the load thread takes its time."""
+    done: list[Done] = []
+    thread = getattr(device, "_thread", None)
+    while len(done) < count:
+        done += device.finished()
+        assert thread is None or thread.is_alive()
+    return done
+
+
+def payload(pool: HostPool, slot: int) -> bytes:
+    return bytes(pool.parts(slot)[0])
+
+
+def chunk_bytes(caches: list[torch.Tensor], blocks: tuple[int, ...]) -> bytes:
+    """The reference: a payload is each layer's blocks, layer after layer."""
+    return b"".join(block_bytes(cache, block) for cache in caches for block in blocks)
+
+
+CACHES = [[layout] for layout in LAYOUTS] + [[plain, permuted, latent], [shared_storage, small_blocks]]
+
+
+@pytest.mark.parametrize("layouts", CACHES)
+def test_a_stored_chunk_is_its_blocks_layer_after_layer(layouts: list[Callable[[], torch.Tensor]]) -> None:
+    caches = [layout() for layout in layouts]
+    with cpu_device(caches) as (device, pool):
+        device.store([StoreJob(7, Piece(2, 0, (5, 1))), StoreJob(8, Piece(0, 0, (2, 3)))])
+        done = wait(device, 2)
+        assert payload(pool, 2) == chunk_bytes(caches, (5, 1))
+        assert payload(pool, 0) == chunk_bytes(caches, (2, 3))
+        assert payload(pool, 1) == bytes(pool.shape.payload_nbytes)
+        assert [(d.job.job_id, d.ok) for d in done if isinstance(d.job, StoreJob)] == [(7, True), (8, True)]
+        assert all(d.nbytes == pool.shape.payload_nbytes and d.seconds >= 0 for d in done)
+        assert device.finished() == []
+
+
+@pytest.mark.parametrize("layouts", CACHES)
+def test_what_is_loaded_is_what_was_stored(layouts: list[Callable[[], torch.Tensor]]) -> None:
+    caches = [layout() for layout in layouts]
+    original = [block_bytes(cache, block) for cache in caches for block in range(NUM_BLOCKS)]
+    with cpu_device(caches) as (device, pool):
+        device.store([StoreJob(1, Piece(0, 0, (0, 1))), StoreJob(2, Piece(1, 0, (2, 3)))])
+        wait(device, 2)
+        for cache in caches:
+            block_matrix(cache, NUM_BLOCKS).zero_()
+        device.load([LoadJob("r", (Piece(1, 0, (4, 5)), Piece(0, 1, (3,)), Piece(0, 0, (1,))))])
+        (done,) = wait(device, 1)
+        assert done.ok
+        assert done.nbytes == 2 * pool.shape.payload_nbytes
+    for at, cache in enumerate(caches):
+        was = original[at * NUM_BLOCKS : (at + 1) * NUM_BLOCKS]
+        empty = bytes(len(was[0]))
+        assert [block_bytes(cache, i) for i in range(NUM_BLOCKS)] == [empty, was[0], empty, was[1], was[2], was[3]]
+
+
+def test_failures_are_reported_and_do_not_stop_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    caches = [plain()]
+    with cpu_device(caches) as (device, _):
+        device.store([StoreJob(1, Piece(NUM_SLOTS, 0, (0, 1))), StoreJob(2, Piece(1, 0, (0, 1)))])
+        device.load([LoadJob("bad", (Piece(1, 0, (NUM_BLOCKS, 1)),)), LoadJob("good", (Piece(1, 0, (2, 3)),))])
+        outcome = {getattr(d.job, "req_id", None) or d.job.job_id: d.ok for d in wait(device, 4)}  # type: ignore[union-attr]
+        assert outcome == {1: False, 2: True, "bad": False, "good": True}
+    assert [block_bytes(caches[0], i) for i in (2, 3)] == [block_bytes(plain(), i) for i in (0, 1)]
+    assert "copy between the GPU and the host pool failed" in caplog.text
+
+
+def test_closing_waits_for_loads_under_way() -> None:
+    caches = [plain()]
+    with cpu_device(caches) as (device, _):
+        device.store([StoreJob(1, Piece(0, 0, (0, 1)))])
+        device.load([LoadJob(str(i), (Piece(0, 0, (4, 5)),)) for i in range(50)])
+        device.close()
+        assert len(device.finished()) == 51
+
+
+# -- CUDA: the order of what is submitted, on a machine that runs it as late and as crosswise as it is allowed to
+
+
+class Ticket:
+    """What a recorded event stands for."""
+
+    done = False
+
+
+class FakeStream:
+    """A queue of work: functions, tickets to mark, and tickets to wait for."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.work: deque[tuple[str, Any]] = deque()
+        cuda.streams.append(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        if self.cuda.obeys(self):
+            self.work.append(("wait", event.ticket))
+
+    def wait_stream(self, other: FakeStream) -> None:
+        event = FakeEvent()
+        event.record(other)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        while self.work:
+            self.cuda.run_one()
+
+    def runnable(self) -> bool:
+        return bool(self.work) and (self.work[0][0] != "wait" or self.work[0][1].done)
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.ticket = Ticket()
+        self.ticket.done = True  # an event that was never recorded is over
+
+    def record(self, stream: FakeStream) -> None:
+        self.ticket = Ticket()
+        stream.work.append(("mark", self.ticket))
+
+    def query(self) -> bool:
+        return self.ticket.done
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1.0
+
+
+class FakeCuda:
+    """Stands for ``torch.cuda``. Runs the head of any stream that may run, at random.
+
+    Attributes:
+        deaf: a stream whose waits are left out, to show that they are needed.
+    """
+
+    Event = FakeEvent
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.streams: list[FakeStream] = []
+        self.deaf: FakeStream | None = None
+        self.compute = FakeStream(self)
+        self.current = self.compute
+
+    def Stream(self, device: Any) -> FakeStream:
+        return FakeStream(self)
+
+    def current_stream(self, device: Any) -> FakeStream:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def cudart(self) -> Any:
+        return SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda *args: 0)
+
+    def obeys(self, stream: FakeStream) -> bool:
+        return stream is not self.deaf
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.current.work.append(("run", work))
+
+    def run_one(self) -> bool:
+        ready = [stream for stream in self.streams if stream.runnable()]
+        if not ready:
+            assert not any(stream.work for stream in self.streams), "streams wait for each other for ever"
+            return False
+        kind, what = self.rng.choice(ready).work.popleft()
+        if kind == "run":
+            what()
+        elif kind == "mark":
+            what.done = True
+        return True
+
+
+class LateCudaDevice(CudaDevice):
+    """The CUDA backend with its copies submitted to the fake machine; everything else is the real thing."""
+
+    cuda: FakeCuda
+    fails_at: int = 1 << 30
+    num_copies = 0
+
+    def _copy(self, copy: Callable[[], None]) -> torch.Tensor:
+        self.num_copies += 1
+        if self.num_copies > self.fails_at:
+            raise RuntimeError("out of memory")
+        self.cuda.submit(copy)
+        return torch.empty(0)
+
+    def _rows(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        views = self._views(self._pool[piece.slot], piece)
+        return [(region.cache, view) for region, view in zip(self._regions, views, strict=True)]
+
+    def _store_piece(self, piece: Piece) -> torch.Tensor:
+        def copy() -> None:
+            for cache, rows in self._rows(piece):
+                rows.copy_(cache[list(piece.block_ids)])
+
+        return self._copy(copy)
+
+    def _load_piece(self, piece: Piece) -> torch.Tensor:
+        def copy() -> None:
+            for cache, rows in self._rows(piece):
+                cache[list(piece.block_ids)] = rows
+
+        return self._copy(copy)
+
+
+class CudaBench:
+    """A GPU on which blocks are computed, stored, given away, zeroed and loaded, and what must come out of it."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = Random(seed)
+        self.cuda = FakeCuda(seed + 1)
+        monkeypatch.setattr(device_module.torch, "cuda", self.cuda)
+        self.caches = [torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, 1, dtype=torch.int64)]
+        regions = make_regions(self.caches, 8, 2)
+        self.pool = make_pool(sum(r.block_nbytes for r in regions) * 2, 4)
+        self.device = LateCudaDevice(regions, self.pool, 0, 2)
+        self.device.cuda = self.cuda
+        self.blocks = [0] * 8  # what each block holds once all that was submitted has run
+        self.slots: dict[int, tuple[int, int]] = {}  # likewise; filled and reported slots only
+        self.storing: dict[int, tuple[int, tuple[int, int]]] = {}
+        self.loading: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.value = 0
+
+    def compute(self, blocks: list[int], zero: bool = False) -> None:
+        """A forward (or vLLM's zeroing) writes blocks."""
+        for block in blocks:
+            self.value += 1
+            value = 0 if zero else self.value
+            self.blocks[block] = value
+            self.cuda.submit(lambda block=block, value=value: self._write(block, value))
+
+    def _write(self, block: int, value: int) -> None:
+        for cache in self.caches:
+            cache[block] = value
+
+    def step(self, number: int) -> None:
+        """One step as the worker half runs it: fence, forward, stores, loads; each block of a load is zeroed before."""
+        taken = {block for _, blocks in self.loading.values() for block in blocks}
+        free = [block for block in range(8) if block not in taken]
+        self.rng.shuffle(free)
+        written, target = free[: self.rng.randint(1, 3)], tuple(free[3:5])
+        reading = {slot for slot, _ in self.loading.values()}
+        full = [slot for slot in self.slots if slot not in reading]
+        load = bool(full) and len(target) == 2 and self.rng.random() < 0.5
+        busy = reading | {slot for slot, _ in self.storing.values()}
+        self.device.fence([*written, *(target if load else ())])
+        self.compute(written + (list(target) if load else []), zero=False)
+        if load:
+            self.compute(list(target), zero=True)
+            slot = self.rng.choice(full)
+            busy.add(slot)
+            job = LoadJob(f"r{number}", (Piece(slot, 1, target[1:]), Piece(slot, 0, target[:1])))
+            self.loading[job.req_id] = (slot, target)
+            self.blocks[target[0]], self.blocks[target[1]] = self.slots[slot]
+            self.device.load([job])
+        empty = [slot for slot in range(4) if slot not in busy]
+        if empty and self.rng.random() < 0.7:
+            slot = self.rng.choice(empty)
+            source = tuple(self.rng.sample([b for b in free if not load or b not in target], 2))
+            self.slots.pop(slot, None)
+            self.storing[number] = (slot, (self.blocks[source[0]], self.blocks[source[1]]))
+            self.device.store([StoreJob(number, Piece(slot, 0, source))])
+        for _ in range(self.rng.randrange(12)):
+            self.cuda.run_one()
+        self.collect()
+
+    def collect(self) -> None:
+        for done in self.device.finished():
+            assert done.ok
+            if isinstance(done.job, LoadJob):
+                _, blocks = self.loading.pop(done.job.req_id)
+                for block in blocks:
+                    self.check_block(block)
+            else:
+                slot, values = self.storing.pop(done.job.job_id)
+                self.slots[slot] = values
+                cell = np.frombuffer(payload(self.pool, slot), dtype=np.int64)
+                a, b = values
+                assert cell.tolist() == [a, a, b, b, a, b], "a chunk was stored with other bytes"
+
+    def check_block(self, block: int) -> None:
+        for cache in self.caches:
+            assert set(cache[block].tolist()) == {self.blocks[block]}, "a block has other bytes"
+
+    def finish(self) -> None:
+        while self.cuda.run_one():
+            pass
+        self.collect()
+        assert not self.loading and not self.storing
+        for block in range(8):
+            self.check_block(block)
+        self.device.close()
+        self.device.close()
+        self.pool.close()
+
+
+def live(seed: int, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CudaBench], None] = lambda bench: None) -> None:
+    bench = CudaBench(seed, monkeypatch)
+    spoil(bench)
+    for number in range(40):
+        bench.step(number)
+    bench.finish()
+
+
+def test_copies_on_cuda_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(150):
+        live(seed, monkeypatch)
+
+
+def _no_fence(bench: CudaBench) -> None:
+    bench.device.fence = lambda block_ids: None  # type: ignore[method-assign]
+
+
+def _deaf(name: str) -> Callable[[CudaBench], None]:
+    def spoil(bench: CudaBench) -> None:
+        bench.cuda.deaf = getattr(bench.device, name) if name != "compute" else bench.cuda.compute
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(_no_fence, id="no fence"),
+        pytest.param(_deaf("_store_stream"), id="stores do not wait for the compute"),
+        pytest.param(_deaf("_load_stream"), id="loads wait for nothing"),
+        pytest.param(_deaf("compute"), id="the compute does not wait for stores"),
+    ],
+)
+def test_without_one_of_the_waits_bytes_are_wrong(
+    spoil: Callable[[CudaBench], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match="other bytes"):
+        for seed in range(150):
+            live(seed, monkeypatch, spoil)
+
+
+def test_a_load_that_fails_half_way_is_reported_once_its_first_half_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are given away when it is reported: nothing may write them after that."""
+    bench = CudaBench(0, monkeypatch)
+    bench.device.fails_at = 1
+    bench.device.load([LoadJob("r", (Piece(0, 0, (1,)), Piece(0, 1, (2,))))])
+    assert bench.device.finished() == []
+    while bench.cuda.run_one():
+        pass
+    (done,) = bench.device.finished()
+    assert (done.job.req_id, done.ok) == ("r", False)  # type: ignore[union-attr]
+    assert bench.device.finished() == []
+    bench.device.close()
+    bench.pool.close()
+
+
+def test_a_pool_that_cannot_be_pinned_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(0)
+    refusing = SimpleNamespace(cudaHostRegister=lambda *args: 2)
+    monkeypatch.setattr(cuda, "cudart", lambda: refusing)
+    monkeypatch.setattr(device_module.torch, "cuda", cuda)
+    pool = make_pool(64)
+    with pytest.raises(ConfigError, match=r"CUDA cannot pin .* \(error 2\); lower host_bytes"):
+        CudaDevice(make_regions([torch.zeros(8, 4)], 8, 4), pool, 0, 4)
+    pool.close()
