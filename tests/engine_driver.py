@@ -290,7 +290,7 @@ def nursery(link: socket.socket) -> None:
     while True:
         data, fds, _, _ = socket.recv_fds(link, 1 << 16, 3)
         if not data:
-            return
+            os._exit(0)
         pid = os.fork()
         if not pid:
             link.close()

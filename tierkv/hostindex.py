@@ -250,12 +250,10 @@ class HostIndex:
                 entry.last_used = now
 
     def used(self, entry: Entry) -> str:
-        """Note that the entry's payload is used now, and return the tier that it came from for this use.
+        """Note that a ready entry's payload is used now, and return the tier that it came from for this use.
 
         The first use of what was fetched is a hit of the tier below, which has counted it; later ones are hits here.
         """
-        if entry.fetch is not None and entry.fetch.results:  # arrived, not yet taken note of
-            self.filled(entry, "disk" if entry.fetch.results[entry.fetch_index] == ord("d") else "shared")
         source = entry.source
         entry.num_hits += source == "host"
         entry.source = "host"

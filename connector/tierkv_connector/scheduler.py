@@ -406,9 +406,7 @@ class Scheduler:
             if letters and plan.state is State.FETCHING and now < plan.deadline and not plan.failed():
                 while self._fetch_next(state, plan, min(plan.stop, plan.start + len(letters))):
                     pass
-            if plan.failed():
-                plan.stop = plan.next  # what comes after a missing chunk is of no use
-            else:
+            if not plan.failed():  # else it stays so: what comes after a missing chunk is of no use
                 plan.fetches = [f for f in plan.fetches if not f.applied]
             plan.shared_waits = [e for e in plan.shared_waits if e.state == Entry.FILLING]
             if not plan.pending(now):

@@ -318,6 +318,22 @@ def test_a_chunk_that_is_lost_on_the_way_ends_the_plan(bench: Bench) -> None:
     assert fetched(bench) == keys[:2]
 
 
+def test_nobody_waits_for_what_comes_after_a_lost_chunk(bench: Bench) -> None:
+    keys = store(bench, prompt(6))
+    request = bench.submit(prompt(6))
+    bench.answer()
+    bench.step()
+    assert fetched(bench) == keys
+    bench.answer(letters=b"d-")
+    assert bench.client.outstanding()
+    assert bench.ask(request, 0) == (CHUNK_TOKENS, True)
+    bench.refuse_blocks = 1.0
+    bench.step()
+    assert bench.ask(request, 0) == (CHUNK_TOKENS, True)
+    bench.refuse_blocks = 0.0
+    assert [len(job.pieces) for job in bench.step().loads] == [1]
+
+
 def test_a_server_that_goes_away_ends_the_wait_and_takes_no_slots(bench: Bench) -> None:
     other = warm(bench, prompt(4, family=1))
     keys, before = store(bench, prompt(6)), len(fetched(bench))
