@@ -172,8 +172,9 @@ class Driver:
         s, pool = self._sched, self._core.scheduler.kv_cache_manager.block_pool
         s._apply_replies()
         state = s.dump()
-        names = ("requests", "plans", "unstarted", "waiting", "loading", "ended_loads", "loads", "stores", "fetching")
+        names = ("requests", "plans", "unstarted", "waiting", "loading", "ended_loads", "loads", "fetching")
         return {name: len(state[name]) for name in names} | {
+            "stores": int(s.has_pending_stores()),
             "fetch_nbytes": state["fetch_nbytes"],
             "num_leased": state["num_leased"],
             "pins": sum(e.num_pins for e in s.index._entries.values()),

@@ -20,13 +20,14 @@ from unittest import mock
 
 from tierkv.client import NUM_LANES, MatchReply
 from tierkv.config import EngineConfig
-from tierkv.hostindex import Entry, Fetch, HostIndex
+from tierkv.hostindex import Entry, Fetch
 from tierkv.keys import anchor_index, chain_keys, root_key
 from tierkv.layout import LayerGroup, Layout
 from tierkv.messages import StoreItem
 from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.rendezvous import Offer
 from tierkv_connector import scheduler as scheduler_module
+from tierkv_connector import spill as spill_module
 from tierkv_connector.metadata import LoadJob, StoreJob, TierKVMetadata, TierKVWorkerMetadata
 from tierkv_connector.plan import TRANSITIONS, Plan, State
 from tierkv_connector.scheduler import RequestState, Scheduler
@@ -72,7 +73,9 @@ def small_world(**budgets: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name, value in (BUDGETS | budgets).items():
-            stack.enter_context(mock.patch.object(scheduler_module, name, value))
+            for module in (scheduler_module, spill_module):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(mock.patch.object(Plan, "to", watched))
         stack.enter_context(mock.patch.object(scheduler_module.logger, "disabled", True))
         yield
@@ -317,7 +320,7 @@ class Bench:
         self.sched = Scheduler.__new__(Scheduler)
         self.sched._setup(config, Offer(shape, LAYOUT), self.pool, "bench", lambda: self.now)
         self.sched._identity = bytes(32)
-        self.sched.index = HostIndex(self.pool, clock=lambda: self.now)
+        self.sched.index._clock = lambda: self.now
         self.sched._found = (IDENTITY, self.client)  # type: ignore[assignment]
         self.sched.bind_block_pool(self.gpu)
         self.requests: dict[str, Request] = {}
@@ -896,7 +899,7 @@ class Bench:
             assert got == self.expected_loads.pop(job.req_id)
         assert not self.expected_loads, "a claimed load was not sent to the workers"
         for job in self.meta.stores:
-            _, state = self.sched._stores[job.job_id]
+            _, state = self.sched.spill.copying[job.job_id]
             request = self.requests[state.request.request_id]
             assert request.epoch == self.sched._epoch, "a request that lived through a reset stores nothing"
             assert 0 not in job.piece.block_ids and job.piece.first == 0
@@ -911,7 +914,7 @@ class Bench:
             owners += state.load or ()
         for entries in sched._ended_loads.values():
             owners += entries
-        writers = [e for f in sched._fetching for e in f.entries] + [e for e, _ in sched._stores.values()]
+        writers = [e for f in sched._fetching for e in f.entries] + [e for e, _ in sched.spill.copying.values()]
         reachable = {id(e): e for e in (*index._entries.values(), *owners, *writers)}
         for entry in reachable.values():
             assert entry.num_pins == sum(e is entry for e in owners), "a pin without an owner"
@@ -930,7 +933,7 @@ class Bench:
         nbytes = sum(len(f.entries) for f in sched._fetching) * PAYLOAD_NBYTES
         assert sched._fetch_nbytes == nbytes <= max(scheduler_module.PLAN_NBYTES, PAYLOAD_NBYTES)
         queued = sum(len(items) for items, _ in self.client.stores) * PAYLOAD_NBYTES
-        assert queued <= sched._store_queue.nbytes <= scheduler_module.STORE_NBYTES
+        assert queued <= sched.spill.queue.nbytes <= spill_module.STORE_NBYTES
         for command in self.client.log[self._num_checked :]:
             self._check_command(*command)
         self._num_checked = len(self.client.log)
@@ -998,9 +1001,9 @@ class Bench:
     def check_idle(self) -> None:
         """Check that nothing is held by anybody."""
         sched, index = self.sched, self.sched.index
-        assert not (sched._plans or sched._loading or sched._stores or sched._loads or sched._fetching)
+        assert not (sched._plans or sched._loading or sched.spill.copying or sched._loads or sched._fetching)
         assert not (sched.requests or sched._waiting or sched._ended_loads or sched._failed_loads or sched._unstarted)
-        assert (sched._fetch_nbytes, sched._num_leased, sched._store_queue.nbytes) == (0, 0, 0)
+        assert (sched._fetch_nbytes, sched._num_leased, sched.spill.queue.nbytes) == (0, 0, 0)
         assert index.num_quarantined == 0
         assert not index.dropped
         assert all(e.state == Entry.READY and not e.num_pins for e in index._entries.values())

@@ -1,4 +1,4 @@
-"""The scheduler half: plans prefetches, answers vLLM from the host index, plans copies, sends stores.
+"""The scheduler half: plans prefetches, answers vLLM from the host index, plans loads.
 
 Runs on vLLM's scheduler thread and does no I/O on it: commands are queued for the store client's thread.
 """
@@ -24,24 +24,25 @@ from tierkv.config import (
     MAX_PLANS,
     PLAN_NBYTES,
     PROTOCOL_VERSION,
-    STORE_NBYTES,
     EngineConfig,
     ServerConfig,
     shared_digest,
 )
 from tierkv.errors import ConfigError
 from tierkv.hostindex import Entry, Fetch, HostIndex
-from tierkv.keys import ANCHOR_SPAN, anchor_index, chain_keys, root_key, tenant_digest
+from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key, tenant_digest
 from tierkv.launcher import Launcher
 from tierkv.layout import Namespace, Shard
-from tierkv.messages import DROPPED, EXISTS, FAILED, STALE, STORED, Hello, HostEntry, HostStat, StoreItem
+from tierkv.messages import Hello, HostEntry, HostStat
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
 from tierkv.threads import leave_compute_core
-from tierkv_connector.compat import GpuCache, block_ids_of, is_plain_prompt, new_blocks, scheduled
-from tierkv_connector.metadata import LoadJob, Piece, StoreJob, TierKVMetadata, TierKVWorkerMetadata
+from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, scheduled
+from tierkv_connector.metadata import LoadJob, Piece, TierKVMetadata, TierKVWorkerMetadata
 from tierkv_connector.model import UnknownIdentityError, resolve_identity
 from tierkv_connector.plan import Plan, State
+from tierkv_connector.requests import RequestState
+from tierkv_connector.spill import Spiller
 
 logger = logging.getLogger("tierkv")
 
@@ -49,49 +50,6 @@ logger = logging.getLogger("tierkv")
 IDENTITY_WAIT_S = 15.0
 #: Waiting requests whose GPU prefix is looked at again in one step.
 _REPLAN_CHECKS = 16
-
-
-class RequestState:
-    """What is known of a request from when it is added until it finishes."""
-
-    __slots__ = (
-        "epoch",
-        "keys",
-        "load",
-        "no_load",
-        "plan",
-        "request",
-        "root",
-        "shareable",
-        "store_next",
-        "tenant",
-    )
-
-    def __init__(self, request: Any, root: bytes, keys: list[bytes], tenant: bytes, epoch: int, shareable: bool):
-        self.request = request
-        self.root = root
-        self.keys = keys
-        self.tenant = tenant
-        self.epoch = epoch
-        self.shareable = shareable
-        self.plan: Plan | None = None
-        self.load: list[Entry] | None = None  # pinned for the load under way
-        self.no_load = False  # a load failed: never offer this request one again
-        self.store_next: int | None = None  # first chunk whose store has not been planned; None before the first step
-
-    def parent(self, i: int) -> bytes:
-        return self.keys[i - 1] if i else self.root
-
-    def anchor(self, i: int) -> bytes:
-        return self.keys[anchor_index(i)]
-
-    def dump(self) -> dict[str, Any]:
-        """Return the state as plain values, for tests that compare it."""
-        return {
-            "flags": (self.epoch, self.shareable, self.no_load, self.store_next),
-            "load": [e.key for e in self.load or ()],
-            "plan": self.plan and self.plan.dump(),
-        }
 
 
 class Scheduler:
@@ -149,9 +107,7 @@ class Scheduler:
         self._ended_loads: dict[str, list[Entry]] = {}  # loads of requests that finished meanwhile
         self._failed_loads: set[str] = set()  # loads under way of which a failure is known
         self._loads: list[LoadJob] = []
-        self._stores: dict[int, tuple[Entry, RequestState]] = {}
-        self._next_job = 0
-        self._store_queue = _StoreQueue()
+        self.spill = Spiller(self.index, offer.layout, self.counters)
         self._waiting: dict[str, RequestState] = {}
         self._closed = False
 
@@ -274,11 +230,11 @@ class Scheduler:
         """Return this step's copies, and go on with the plans."""
         self._apply_replies()
         self._adopt_identity()
-        fence = new_blocks(scheduler_output) if self._stores else []
-        stores = self._plan_stores(scheduler_output)
         loads, self._loads = self._loads, []
-        if fence or (loads and self._stores):
-            fence = fence + [b for job in loads for piece in job.pieces for b in piece.block_ids]
+        fence = self._fence(scheduler_output, loads) if self.spill.copying else []
+        stores = self.spill.plan(scheduler_output, self.requests, self._epoch)
+        for req_id, _ in scheduled(scheduler_output):
+            self._waiting.pop(req_id, None)
         for req_id in scheduler_output.preempted_req_ids or ():
             state = self.requests.get(req_id)
             if state is None or state.load is not None or req_id in scheduler_output.num_scheduled_tokens:
@@ -289,6 +245,11 @@ class Scheduler:
         self._replan_waiting()
         self._advance_plans()
         return TierKVMetadata(loads, stores, fence)
+
+    @staticmethod
+    def _fence(scheduler_output: Any, loads: Sequence[LoadJob]) -> list[int]:
+        """Return the blocks that this step writes while copies out of the GPU may be under way."""
+        return new_blocks(scheduler_output) + [b for job in loads for piece in job.pieces for b in piece.block_ids]
 
     def update_connector_output(self, loaded: set[str], report: TierKVWorkerMetadata | None) -> None:
         """Take note of loads and copies that have ended; send what was copied to the store server."""
@@ -301,21 +262,7 @@ class Scheduler:
         if report is None:
             return
         self.counters["load_nbytes"] += report.load_nbytes
-        self.counters["spill_nbytes"] += report.store_nbytes
-        copied = []
-        for job_id, num_ranks in report.stored.items():
-            if num_ranks < self.pool.shape.num_parts or job_id not in self._stores:
-                continue
-            entry, state = self._stores.pop(job_id)
-            if job_id in report.failed_stores:
-                self.index.drop(entry, filling=True)
-                self.index.stopped(entry)
-                continue
-            self.index.filled(entry, "host")
-            if entry.state == Entry.READY:
-                self.counters["spilled"] += 1
-                copied.append((entry, state))
-        self._send_stores(copied)
+        self.spill.send(self.spill.copied(report), self.client, self._epoch)
 
     def request_finished(self, request: Any) -> None:
         """Give back what the request held. A load under way goes on until the workers report it."""
@@ -329,7 +276,7 @@ class Scheduler:
 
     def has_pending_stores(self) -> bool:
         """Return whether copies to the host pool are under way: vLLM is to keep stepping until they are reported."""
-        return bool(self._stores)
+        return bool(self.spill.copying)
 
     def reset_cache(self) -> None:
         """Start a new epoch: nothing stored so far is answered any more, nothing of the old epoch is stored."""
@@ -568,91 +515,6 @@ class Scheduler:
             if state is not None:
                 state.no_load = True
 
-    # -- stores
-
-    def _plan_stores(self, scheduler_output: Any) -> list[StoreJob]:
-        """Plan copies of the prompt chunks that this step completes."""
-        size = self.layout.chunk_tokens
-        jobs: list[StoreJob] = []
-        for req_id, num_computed in scheduled(scheduler_output):
-            state = self.requests.get(req_id)
-            if state is None:
-                continue
-            self._waiting.pop(req_id, None)
-            if state.store_next is None:
-                state.store_next = num_computed // size
-                self.counters["missed"] += max(0, len(state.keys) - state.store_next)
-            after = num_computed + scheduler_output.num_scheduled_tokens[req_id]
-            end = min(len(state.keys), after // size)
-            if state.store_next < end and state.epoch == self._epoch:
-                self._store_chunks(scheduler_output, state, end, jobs)
-            state.store_next = max(state.store_next, end)
-        return jobs
-
-    def _store_chunks(self, scheduler_output: Any, state: RequestState, end: int, jobs: list[StoreJob]) -> None:
-        per_chunk = self.layout.blocks_per_chunk
-        block_ids: list[int] | None = None
-        assert state.store_next is not None
-        for i in range(state.store_next, end):
-            if self.index.get(state.keys[i]) is not None:
-                continue
-            if block_ids is None:
-                block_ids = block_ids_of(scheduler_output, state.request.request_id)
-                if block_ids is None:
-                    return
-            ids = block_ids[i * per_chunk : (i + 1) * per_chunk]
-            if len(ids) < per_chunk or 0 in ids:  # block 0 is vLLM's null block: it holds nothing
-                continue
-            entry = self.index.reserve(state.keys[i], state.parent(i), i, self.layout.chunk_tokens)
-            if entry is None:
-                self.counters["not_spilled"] += 1  # every slot is in use
-                continue
-            self._next_job += 1
-            self._stores[self._next_job] = (entry, state)
-            jobs.append(StoreJob(self._next_job, Piece(entry.slot, 0, tuple(ids))))
-
-    def _send_stores(self, copied: Sequence[tuple[Entry, RequestState]]) -> None:
-        """Send chunks that have arrived in the host pool to the store server, within the budget of the queue."""
-        payload_nbytes = self.pool.shape.payload_nbytes
-        batch: list[StoreItem] = []
-        for entry, state in copied:
-            if not state.shareable or state.epoch != self._epoch:
-                continue
-            if self.client is None or not self.client.connected():
-                self.counters["not_sent"] += self.client is not None
-                continue
-            if self._store_queue.nbytes + (len(batch) + 1) * payload_nbytes > STORE_NBYTES:
-                self.counters["not_sent"] += 1
-                continue
-            batch.append(
-                StoreItem(
-                    key=entry.key,
-                    parent=entry.parent,
-                    anchor=state.anchor(entry.position),
-                    position=entry.position,
-                    num_tokens=entry.num_tokens,
-                    tenant=state.tenant,
-                    slot=entry.slot,
-                    generation=entry.generation,
-                )
-            )
-            if len(batch) * payload_nbytes >= COMMAND_NBYTES:
-                self._send_batch(batch)
-                batch = []
-        if batch:
-            self._send_batch(batch)
-
-    def _send_batch(self, batch: list[StoreItem]) -> None:
-        assert self.client is not None
-        nbytes = len(batch) * self.pool.shape.payload_nbytes
-        self._store_queue.add(nbytes)
-
-        def done(letters: bytes | None) -> None:
-            self._store_queue.add(-nbytes)
-            self._store_queue.count(len(batch), letters)
-
-        self.client.store(batch, self.index.dropped, done)
-
     # -- questions of the store server: the reader thread
 
     def _on_push(self, what: str, body: bytes) -> bytes:
@@ -679,8 +541,8 @@ class Scheduler:
     def stat(self) -> HostStat:
         """Return this engine's counters. Safe from any thread."""
         shape = self.pool.shape
-        counters = dict(self.counters) | dict(self._store_queue.counters)
-        counters["store_queue_nbytes"] = self._store_queue.nbytes
+        counters = dict(self.counters) | dict(self.spill.queue.counters)
+        counters["store_queue_nbytes"] = self.spill.queue.nbytes
         return HostStat(
             engine_id=self._engine_id,
             pid=os.getpid(),
@@ -706,45 +568,10 @@ class Scheduler:
             "ended_loads": {req_id: [e.key for e in entries] for req_id, entries in self._ended_loads.items()},
             "failed_loads": set(self._failed_loads),
             "loads": list(self._loads),
-            "stores": {job_id: (e.key, e.slot, e.generation) for job_id, (e, _) in self._stores.items()},
             "fetching": [([e.slot for e in f.entries], f.results, f.released, f.applied) for f in self._fetching],
             "fetch_nbytes": self._fetch_nbytes,
             "num_leased": self._num_leased,
-            "next_job": self._next_job,
-            "store_queue": (self._store_queue.nbytes, dict(self._store_queue.counters)),
+            "spill": self.spill.dump(),
             "epoch": (self._epoch, self._epoch_nonce, self._identity, self._shareable),
             "counters": dict(self.counters),
         }
-
-
-#: Counter of each reply letter of STORE (tierkv.messages), in chunks.
-_STORE_COUNTERS = {
-    STORED: "stored",
-    EXISTS: "stored",
-    STALE: "stores_stale",
-    DROPPED: "stores_dropped",
-    FAILED: "stores_failed",
-}
-
-
-class _StoreQueue:
-    """Chunks on their way to the store server: their bytes, and what became of them. The reader thread counts."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.counters: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes += nbytes
-
-    def count(self, num_sent: int, letters: bytes | None) -> None:
-        """Note the answer to a STORE; None: it will not come. What an operator evicted meanwhile was not sent."""
-        with self._lock:
-            if letters is None:
-                self.counters["stores_lost"] += num_sent
-                return
-            self.counters["stores_evicted"] += num_sent - len(letters)
-            for letter, name in _STORE_COUNTERS.items():
-                self.counters[name] += letters.count(letter)
