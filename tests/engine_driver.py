@@ -172,7 +172,17 @@ class Driver:
         s, pool = self._sched, self._core.scheduler.kv_cache_manager.block_pool
         s._apply_replies()
         state = s.dump()
-        names = ("requests", "plans", "unstarted", "waiting", "loading", "ended_loads", "loads", "fetching")
+        names = (
+            "requests",
+            "plans",
+            "unstarted",
+            "waiting",
+            "loading",
+            "ended_loads",
+            "failed_loads",
+            "loads",
+            "fetching",
+        )
         return {name: len(state[name]) for name in names} | {
             "stores": int(s.has_pending_stores()),
             "fetch_nbytes": state["fetch_nbytes"],

@@ -208,9 +208,10 @@ class Scheduler:
         now = self._clock()
         if self._loading.get(state.keys[first], 0.0) > now:
             return None, False
-        end = self.index.run_end(state.keys, first, stop)
         plan = state.plan
-        if end < stop and plan is not None and plan.start <= end < plan.stop and plan.pending(now):
+        waits = plan is not None and plan.pending(now)  # before the index: what arrives in between is not overlooked
+        end = self.index.run_end(state.keys, first, stop)
+        if waits and plan is not None and plan.start <= end < min(stop, plan.stop):
             return None, False
         num_tokens = end * size - num_computed_tokens
         return (num_tokens, True) if num_tokens > 0 else (0, False)

@@ -8,7 +8,7 @@ shared tier. Which tier it was is proven by the counters, and the payloads are c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,7 +228,6 @@ def test_one_wrong_exponent_bit_makes_the_comparison_fail(
     assert counters["host_hits"] == 4
     assert answer.cached == expected.cached
     assert answer.bits != expected.bits
-    assert answer.distance(observed.cold["four chunks and 20", "host"]) > COLD_TOLERANCE
     flippable.call("flip", prompt=prompt, chunk=chunk, word=word, bit=28)
     flippable.reset_gpu()
     assert flippable.one(prompt).bits == expected.bits
@@ -245,9 +244,7 @@ def chat_prompt(model: Path) -> list[int]:
     return head[: 1500 - len(tail)] + tail
 
 
-def test_a_real_model_answers_the_same_from_every_tier(
-    module_lab: Lab, redis_server: RedisServer, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_real_model_answers_the_same_from_every_tier(module_lab: Lab, redis_server: RedisServer) -> None:
     model = ensure_demo_model()
     prompt = chat_prompt(model)
     num_hits = (len(prompt) - 1) // CHUNK_TOKENS
@@ -274,5 +271,4 @@ def test_a_real_model_answers_the_same_from_every_tier(
         assert answers[tier].cached == num_hits * CHUNK_TOKENS == answers["gpu"].cached
         assert answers[tier].bits == answers["gpu"].bits
         assert answers[tier].distance(answers["cold"]) < COLD_TOLERANCE
-    record_property("cold_distance", answers["host"].distance(answers["cold"]))
     assert max(answers["cold"].tokens) >= VOCAB, "this is the real vocabulary, not the seeded model's"

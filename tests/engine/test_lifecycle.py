@@ -168,12 +168,11 @@ def test_a_reset_while_a_request_runs(resettable: Engine, cold: Cold) -> None:
 
 def test_without_a_store_server(lab: Lab, model: Path, cold: Cold) -> None:
     """Found by its module path alone: vLLM loads no plugin here."""
-    engine = lab.engine(
-        model,
-        {"server": "off"},
-        transfer={"kv_connector_module_path": "tierkv_connector"},
-        env={"VLLM_PLUGINS": ""},
-    )
+    no_plugin: dict[str, str | None] = {"VLLM_PLUGINS": ""}
+    with pytest.raises(EngineError, match="TierKVConnector"):
+        lab.engine(model, {"server": "off"}, env=no_plugin).ready()
+    module = {"kv_connector_module_path": "tierkv_connector"}
+    engine = lab.engine(model, {"server": "off"}, env=no_plugin, transfer=module)
     goes_on(engine, cold)
     assert not engine.call("connected")
     assert not list(lab.directory.rglob("tierkv.sock"))

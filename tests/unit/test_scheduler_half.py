@@ -232,6 +232,27 @@ def test_what_is_stored_is_waited_for_and_loaded(bench: Bench) -> None:
     assert bench.sched.counters["missed"] == 0
 
 
+def test_a_reply_that_arrives_during_the_question_is_not_overlooked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader thread may run between any two steps of an answer."""
+    store(bench, prompt(2))
+    request = bench.submit(prompt(2))
+    bench.step()
+    look = bench.sched.index.run_end
+
+    def interrupted(keys: list[bytes], start: int, stop: int) -> int:
+        end = look(keys, start, stop)
+        bench.answer_all()
+        return end
+
+    monkeypatch.setattr(bench.sched.index, "run_end", interrupted)
+    assert bench.sched.get_num_new_matched_tokens(request, 0) == (None, False)
+    monkeypatch.undo()
+    assert bench.ask(request, 0) == (2 * CHUNK_TOKENS, True)
+    settle(bench)
+
+
 def test_nothing_stored_keeps_nobody_waiting_after_the_answer(bench: Bench) -> None:
     request = bench.submit(prompt(2))
     assert bench.ask(request, 0) == (None, False)
