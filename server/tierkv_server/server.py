@@ -28,6 +28,7 @@ from tierkv.tiers.shared import SharedTier
 from tierkv.unix import short_path
 from tierkv.urls import redact_url
 from tierkv_server.commands import Commands, Connection, Reply
+from tierkv_server.malloc import keep_freed_memory
 from tierkv_server.service import Service
 
 logger = logging.getLogger("tierkv")
@@ -271,6 +272,7 @@ def _check_stale(path: Path) -> None:
 
 def run_until_signal(server: Server) -> None:
     """Run a server in this process until SIGTERM, SIGINT or the end of its linger."""
+    keep_freed_memory()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: server.leave())
     server.run()

@@ -21,7 +21,7 @@ from tierkv.pool import HostPool
 from tierkv.tiers.base import Fetched, Record, Ref, Status, Tier
 from tierkv_server.session import Session
 from tierkv_server.staging import Buffer, Staging
-from tierkv_server.writer import Job, TierWriter
+from tierkv_server.writer import Job, Loads, TierWriter
 
 logger = logging.getLogger("tierkv")
 
@@ -49,8 +49,13 @@ class Service:
         self.num_unstaged = 0  #: stores dropped because staging memory was full
         # What both queues may hold, and room for the stores under way: a slow tier never takes that of another.
         self._staging = Staging(2 * STORE_NBYTES + 8 * COMMAND_NBYTES)
-        self._disk_writer = TierWriter(disk, STORE_NBYTES, COMMAND_NBYTES, self._keep)  # what came from the shared tier
-        self._shared_writer = TierWriter(shared, STORE_NBYTES, COMMAND_NBYTES, self._keep) if shared else None
+        self._loads = Loads()
+        self._disk_writer = TierWriter(
+            disk, STORE_NBYTES, COMMAND_NBYTES, self._keep, self._loads
+        )  # what came from the shared tier
+        self._shared_writer = (
+            TierWriter(shared, STORE_NBYTES, COMMAND_NBYTES, self._keep, self._loads) if shared else None
+        )
         self._evicted: dict[bytes, int] = {}
         self._evictions = 0
         self._lock = threading.Lock()
@@ -100,7 +105,7 @@ class Service:
             ValueError: a slot is outside of the pool.
             UnavailableError: the session has ended.
         """
-        with session.using() as pool:
+        with session.using() as pool, self._loads:
             if any(not 0 <= slot < pool.shape.num_slots for slot in slots):
                 raise ValueError(f"a slot is outside of the engine's pool of {pool.shape.num_slots}")
             return self._fetch(session.ns_id, pool, refs, slots)

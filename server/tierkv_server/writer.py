@@ -15,6 +15,40 @@ from tierkv_server.staging import Buffer
 logger = logging.getLogger("tierkv")
 
 
+#: How long a batch of stores makes way for loads at most: a busy node stores too.
+_MAX_YIELD_S = 0.25
+#: A plan's next fetch comes this soon after one; stores wait for that pause.
+_QUIET_S = 0.01
+
+
+class Loads:
+    """Counts the fetches under way, so that stores make way for them: requests wait for loads, nobody for a store."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._ended = 0.0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._count -= 1
+            self._ended = time.monotonic()
+            self._changed.notify_all()
+
+    def wait_for_none(self, timeout_s: float) -> None:
+        """Return when no fetch has been under way for a moment, or after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (now := time.monotonic()) < deadline:
+                if not self._count and now - self._ended >= _QUIET_S:
+                    return
+                self._changed.wait(min(deadline - now, _QUIET_S if not self._count else timeout_s))
+
+
 class Job(NamedTuple):
     """A record on its way to a tier.
 
@@ -37,11 +71,13 @@ class TierWriter:
         budget: bytes that may wait.
         batch_nbytes: bytes of one ``store`` call.
         keep: whether a job is still to be written; asked while no eviction can come between.
+        loads: fetches under way: while there are any, the queue waits, ``_MAX_YIELD_S`` a batch at most.
     """
 
-    def __init__(self, tier: Tier, budget: int, batch_nbytes: int, keep: Callable[[Job], bool]) -> None:
+    def __init__(self, tier: Tier, budget: int, batch_nbytes: int, keep: Callable[[Job], bool], loads: Loads) -> None:
         self.tier = tier
         self._keep = keep
+        self._loads = loads
         self.num_dropped = 0  #: records that the queue had no room for
         self.queued_nbytes = 0
         self._budget = budget
@@ -114,6 +150,7 @@ class TierWriter:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
                 if self._closed:
                     return
+            self._loads.wait_for_none(_MAX_YIELD_S)
             with self._writing:
                 self._write_batch()
 
