@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from tierkv.config import COMMAND_NBYTES, STORE_NBYTES
+from tierkv.errors import UnavailableError
 from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
 from tierkv.messages import BAD, DROPPED, EXISTS, FAILED, FROM_DISK, FROM_SHARED, MISSING, STALE, STORED, StoreItem
@@ -20,8 +21,8 @@ from tierkv.payload import HEADER_NBYTES, Header, checksum, record_nbytes
 from tierkv.pool import HostPool
 from tierkv.tiers.base import Fetched, Record, Ref, Status, Tier
 from tierkv_server.session import Session
-from tierkv_server.staging import Buffer, Staging
-from tierkv_server.writer import Job, Loads, TierWriter
+from tierkv_server.staging import Staging
+from tierkv_server.writer import Job, Loads, Staged, TierWriter
 
 logger = logging.getLogger("tierkv")
 
@@ -108,10 +109,10 @@ class Service:
         with session.using() as pool, self._loads:
             if any(not 0 <= slot < pool.shape.num_slots for slot in slots):
                 raise ValueError(f"a slot is outside of the engine's pool of {pool.shape.num_slots}")
-            return self._fetch(session.ns_id, pool, refs, slots)
+            return self._fetch(session, pool, refs, slots)
 
-    def _fetch(self, ns_id: bytes, pool: HostPool, refs: Sequence[Ref], slots: Sequence[int]) -> bytes:
-        since = self._evictions
+    def _fetch(self, session: Session, pool: HostPool, refs: Sequence[Ref], slots: Sequence[int]) -> bytes:
+        ns_id, since = session.ns_id, self._evictions
         found = self.disk.fetch(ns_id, refs, lambda i: pool.parts(slots[i]))
         letters = [_fetch_letter(f, FROM_DISK) for f in found]
         holes = [i for i, f in enumerate(found) if f.status != Status.OK]
@@ -120,24 +121,52 @@ class Service:
             for i, fetched in zip(holes, above, strict=True):
                 if fetched.header is not None:
                     letters[i] = FROM_SHARED
-                    self._promote(ns_id, pool, slots[i], fetched.header, since)
+                    self._promote(session, pool, slots[i], fetched.header, since)
                 elif fetched.status == Status.BAD:
                     letters[i] = BAD
         return b"".join(letters)
 
-    def _promote(self, ns_id: bytes, pool: HostPool, slot: int, header: Header, since: int) -> None:
-        """Queue a payload that came from the shared tier for this node's disk."""
-        buffer = self._staging.take(record_nbytes(pool.shape.payload_nbytes))
+    def _promote(self, session: Session, pool: HostPool, slot: int, header: Header, since: int) -> None:
+        """Queue a payload that came from the shared tier for this node's disk.
+
+        It is copied when it is written, after the load that waits for it: unless the slot was reused by then.
+        """
+        generation = int(pool.generations[slot])
+
+        def stage() -> Staged | None:
+            try:
+                with session.using() as pool:
+                    staged = self._copy(pool, slot, generation, lambda _: header)
+            except UnavailableError:
+                return None
+            return staged if isinstance(staged, Staged) else None
+
+        nbytes = record_nbytes(pool.shape.payload_nbytes)
+        self._disk_writer.put(Job(session.ns_id, header.key, nbytes, since, stage=stage))
+
+    def _copy(
+        self,
+        pool: HostPool,
+        slot: int,
+        generation: int,
+        describe: Callable[[memoryview], Header],
+        tokens: bytes = b"",
+    ) -> Staged | bytes:
+        """Copy a payload out of its slot to staging memory and put its header before it; a letter where that failed."""
+        payload_nbytes = pool.shape.payload_nbytes
+        buffer = self._staging.take(record_nbytes(payload_nbytes))
         if buffer is None:
             self.num_unstaged += 1
-            return
-        at = HEADER_NBYTES
-        for part in pool.parts(slot):
-            np.copyto(buffer.data[at : at + len(part)], np.frombuffer(part, dtype=np.uint8))
-            at += len(part)
-        self._seal(buffer, header)
-        self._disk_writer.put(Job(ns_id, Record(header, buffer.data.data), buffer, since))
-        buffer.release()
+            return DROPPED
+        payload = buffer.data[HEADER_NBYTES : HEADER_NBYTES + payload_nbytes]
+        if not pool.read(slot, generation, payload):
+            buffer.release()
+            self.num_stale += 1
+            return STALE
+        header = describe(payload.data)
+        buffer.data[:HEADER_NBYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
+        buffer.data[HEADER_NBYTES + payload_nbytes :] = 0
+        return Staged(Record(header, buffer.data.data, tokens), buffer)
 
     # -- store
 
@@ -169,48 +198,39 @@ class Service:
 
     def _stage(self, session: Session, pool: HostPool, item: StoreItem, since: int) -> Job | bytes:
         """Copy one payload to staging memory; a letter where that was not to be."""
-        payload_nbytes = pool.shape.payload_nbytes
-        buffer = self._staging.take(record_nbytes(payload_nbytes))
-        if buffer is None:
-            self.num_unstaged += 1
-            return DROPPED
-        payload = buffer.data[HEADER_NBYTES : HEADER_NBYTES + payload_nbytes]
-        if not pool.read(item.slot, item.generation, payload):
-            buffer.release()
-            self.num_stale += 1
-            return STALE
-        header = Header(
-            layout_id=session.hello.namespace.layout.layout_id(),
-            ns_id=session.ns_id,
-            key=item.key,
-            parent=item.parent,
-            anchor=item.anchor,
-            position=item.position,
-            num_tokens=item.num_tokens,
-            tenant=item.tenant,
-            created=time.time(),
-            raw_nbytes=payload_nbytes,
-            checksum=checksum(payload.data),
-        )
-        self._seal(buffer, header)
-        return Job(session.ns_id, Record(header, buffer.data.data, item.tokens), buffer, since)
+
+        def describe(payload: memoryview) -> Header:
+            return Header(
+                layout_id=session.hello.namespace.layout.layout_id(),
+                ns_id=session.ns_id,
+                key=item.key,
+                parent=item.parent,
+                anchor=item.anchor,
+                position=item.position,
+                num_tokens=item.num_tokens,
+                tenant=item.tenant,
+                created=time.time(),
+                raw_nbytes=len(payload),
+                checksum=checksum(payload),
+            )
+
+        staged = self._copy(pool, item.slot, item.generation, describe, item.tokens)
+        if isinstance(staged, bytes):
+            return staged
+        return Job(session.ns_id, item.key, len(staged.record.data), since, staged)
 
     def _store_staged(self, jobs: Sequence[Job]) -> list[Status]:
         results = self._disk_writer.write_now(jobs)
         for job in jobs:
+            assert job.staged is not None
             if self._shared_writer:
                 self._shared_writer.put(job)
-            job.buffer.release()
+            job.staged.buffer.release()
         return results
 
     def _keep(self, job: Job) -> bool:
         """Return whether nobody has evicted the job's key since its bytes were read."""
-        return self._evicted.get(job.record.header.key, 0) <= job.since
-
-    @staticmethod
-    def _seal(buffer: Buffer, header: Header) -> None:
-        buffer.data[:HEADER_NBYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
-        buffer.data[HEADER_NBYTES + header.raw_nbytes :] = 0
+        return self._evicted.get(job.key, 0) <= job.since
 
     # -- evict
 

@@ -49,18 +49,29 @@ class Loads:
                 self._changed.wait(min(deadline - now, _QUIET_S if not self._count else timeout_s))
 
 
+class Staged(NamedTuple):
+    """A record in staging memory; ``buffer`` holds its bytes."""
+
+    record: Record
+    buffer: Buffer
+
+
 class Job(NamedTuple):
     """A record on its way to a tier.
 
     Attributes:
-        buffer: holds its bytes.
+        key, nbytes: of the record.
         since: number of evictions when its bytes were read: if its key was evicted later, it is not to be written.
+        staged: the record, where it is in staging memory already.
+        stage: brings it there when it is to be written; returns None where that is not to be had any more.
     """
 
     ns_id: bytes
-    record: Record
-    buffer: Buffer
+    key: bytes
+    nbytes: int
     since: int
+    staged: Staged | None = None
+    stage: Callable[[], Staged | None] | None = None
 
 
 class TierWriter:
@@ -91,16 +102,17 @@ class TierWriter:
         self._thread.start()
 
     def put(self, job: Job) -> bool:
-        """Queue a record and return whether it was taken. Its buffer is held until it is written."""
-        nbytes = len(job.record.data)
-        name = (job.ns_id, job.record.header.key)
+        """Queue a record and return whether it was taken. Its buffer, if it has one, is held until it is written."""
+        nbytes = job.nbytes
+        name = (job.ns_id, job.key)
         with self._changed:
             if name in self._queued:
                 return True
             if self._closed or self.queued_nbytes + nbytes > self._budget:
                 self.num_dropped += 1
                 return False
-            job.buffer.hold()
+            if job.staged:
+                job.staged.buffer.hold()
             self._jobs.append(job)
             self._queued.add(name)
             self.queued_nbytes += nbytes
@@ -140,9 +152,10 @@ class TierWriter:
         self._jobs = kept
 
     def _done(self, job: Job) -> None:
-        self._queued.discard((job.ns_id, job.record.header.key))
-        self.queued_nbytes -= len(job.record.data)
-        job.buffer.release()
+        self._queued.discard((job.ns_id, job.key))
+        self.queued_nbytes -= job.nbytes
+        if job.staged:
+            job.staged.buffer.release()
 
     def _run(self) -> None:
         while True:
@@ -160,7 +173,7 @@ class TierWriter:
             nbytes = 0
             while self._jobs and nbytes < self._batch_nbytes and (not batch or self._jobs[0].ns_id == batch[0].ns_id):
                 batch.append(self._jobs.popleft())
-                nbytes += len(batch[-1].record.data)
+                nbytes += batch[-1].nbytes
         if not batch:
             return
         self._store(batch)  # the tier counts what came of it
@@ -170,14 +183,26 @@ class TierWriter:
             self._changed.notify_all()
 
     def _store(self, jobs: Sequence[Job]) -> list[Status]:
-        kept = [job for job in jobs if self._keep(job)]
+        results = [Status.MISS] * len(jobs)
+        staged = [(i, ready) for i, job in enumerate(jobs) if self._keep(job) and (ready := _ready(job))]
         try:
-            results = self.tier.store(kept[0].ns_id, [job.record for job in kept]) if kept else []
+            if staged:
+                records = [ready.record for _, ready in staged]
+                for (i, _), status in zip(staged, self.tier.store(jobs[0].ns_id, records), strict=True):
+                    results[i] = status
         except Exception:  # a tier must not raise; if one does, serving goes on
             logger.exception("the %s tier failed in an unforeseen way", self.tier.name)
-            results = [Status.ERROR] * len(kept)
-        by_job = dict(zip(map(id, kept), results, strict=True))
-        return [by_job.get(id(job), Status.MISS) for job in jobs]
+            results = [Status.ERROR] * len(jobs)
+        for i, ready in staged:
+            if jobs[i].staged is None:
+                ready.buffer.release()
+        return results
+
+
+def _ready(job: Job) -> Staged | None:
+    if job.staged is not None:
+        return job.staged
+    return job.stage() if job.stage else None
 
 
 class EvictGuard:
@@ -191,7 +216,7 @@ class EvictGuard:
     def __enter__(self) -> None:
         self._writer._writing.acquire()
         with self._writer._changed:
-            self._writer._drop(lambda job: job.ns_id == self._ns_id and job.record.header.key in self._keys)
+            self._writer._drop(lambda job: job.ns_id == self._ns_id and job.key in self._keys)
             self._writer._changed.notify_all()
 
     def __exit__(self, *_: object) -> None:

@@ -530,7 +530,6 @@ def test_descriptors_that_nobody_asked_for_are_closed(server: Server) -> None:
         b"*2\r\n$4\r\nPING\r\n$-1\r\n",
         b":--5\r\n",
         b"+OK\r\n",
-        b"*0\r\n",
         b"$3\r\nabcde\r\n",
         b"\x80" * (70 << 10),
     ],
