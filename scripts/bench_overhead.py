@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from bench_ttft import bench_model, engine_settings, random_prompt
-from engines import EngineProcess, Ticker, Valkey
+from engines import EngineProcess, Ticker, Valkey, bench_env
 
 BAR = 0.97
 
@@ -33,7 +33,7 @@ def connector(work: Path, shared_url: str) -> dict[str, Any]:
 def main() -> int:
     """Run the benchmark; exit status 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=64, help="prompts a batch")
+    parser.add_argument("--prompts", type=int, default=24, help="prompts a batch")
     parser.add_argument("--tokens", type=int, default=256, help="tokens a prompt")
     parser.add_argument("--max-tokens", type=int, default=8, help="tokens generated for each")
     parser.add_argument("--repeats", type=int, default=7)
@@ -41,7 +41,7 @@ def main() -> int:
     args = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="tierkv-bench-"))
     model = bench_model()
-    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING"}
+    env = bench_env()
     rng = random.Random(7)
     times: dict[str, list[float]] = {"without": [], "with": []}
     try:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from demo_model import models_dir
-from engines import EngineProcess, Ticker, Valkey
+from engines import EngineProcess, Ticker, Valkey, bench_env
 from seeded_model import write_seeded_llama
 from tierkv.client import AdminClient
 from tierkv.config import socket_path
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
-    env = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING"}
+    env = bench_env()
     work = Path(tempfile.mkdtemp(prefix="tierkv-bench-"))
     model = bench_model()
     samples: Samples = defaultdict(list)

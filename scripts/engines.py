@@ -15,6 +15,17 @@ from typing import Any
 _SCRIPTS = Path(__file__).resolve().parent
 
 
+def bench_env() -> dict[str, str]:
+    """Return the environment of an engine that is measured.
+
+    On a CPU, vLLM computes on fewer cores where a connector is configured, or on all of them where that would leave
+    none: the cores are named here, so that engines with and without a connector compute on the same ones.
+    """
+    last = max(0, (os.cpu_count() or 1) - 2)
+    cores = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", f"0-{last}" if last else "0")
+    return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": cores}
+
+
 class EngineFailedError(Exception):
     """The engine's process ended; the message holds the end of its log."""
 
