@@ -188,7 +188,7 @@ def tierkv(console: Console, *words: str) -> None:
 def main() -> int:
     """Run the demo; exit status 1 if an answer differed or a tier did not answer."""
     console = Console(width=None if sys.stdout.isatty() else 150)
-    console.print("TierKV demo: about 3 minutes on two cores (four engine starts, one cold prefill of 3,000 tokens)")
+    console.print("TierKV demo: about 2 minutes on two cores (three engine starts, two cold prefills of 3,000 tokens)")
     work = Path(tempfile.mkdtemp(prefix="tierkv-demo-"))
     try:
         ok = run(work, console)

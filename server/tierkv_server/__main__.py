@@ -16,6 +16,7 @@ import msgspec
 
 from tierkv.config import ServerConfig
 from tierkv.errors import ConfigError
+from tierkv.launcher import REFUSAL
 
 EXIT_OK, EXIT_BAD_CONFIG, EXIT_IN_USE = 0, 2, 3
 
@@ -34,7 +35,7 @@ def main() -> int:
     except DirectoryInUseError:
         return EXIT_IN_USE
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{REFUSAL}{error}\n")
         return EXIT_BAD_CONFIG
     return EXIT_OK
 
@@ -52,8 +53,10 @@ def log_to(path: Path) -> None:
 
 
 def _detach() -> None:
-    """Keep nothing of the engine: working directory, CPU affinity, environment of its children."""
+    """Keep nothing of the engine: session, working directory, CPU affinity."""
     os.chdir("/")
+    with contextlib.suppress(OSError):
+        os.setsid()
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
