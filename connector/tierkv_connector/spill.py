@@ -51,9 +51,9 @@ class StoreQueue:
             if letters is None:
                 self.counters["stores_lost"] += num_sent
                 return
-            self.counters["stores_evicted"] += num_sent - len(letters)
-            for letter, name in _STORE_COUNTERS.items():
-                self.counters[name] += letters.count(letter)
+            self.counters.update({"stores_evicted": num_sent - len(letters)})
+            self.counters.update(_STORE_COUNTERS.get(letters[i : i + 1], "stores_failed") for i in range(len(letters)))
+            self.counters = +self.counters  # a name appears with its first count
 
 
 class Spiller:
