@@ -498,6 +498,7 @@ class AdminClient:
     """
 
     def __init__(self, path: Path, timeout_s: float = 30.0) -> None:
+        self._path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.settimeout(timeout_s)
         try:
@@ -520,7 +521,10 @@ class AdminClient:
         try:
             return _call(self._sock, words)
         except OSError as error:
-            raise UnavailableError(f"the store server does not answer ({error.strerror or error})") from None
+            raise UnavailableError(
+                f"the store server at {self._path} does not answer ({error.strerror or error}); it may be stopped or "
+                f"hang: look at its process, or name another socket with --server"
+            ) from None
 
     def ask(self, command: str, body: Any = None) -> Any:
         """Send a command with a JSON body and return its JSON reply, decoded."""

@@ -53,7 +53,7 @@ class Health:
     def failed(self, reason: object) -> None:
         """Note a fault: nobody tries again until the back-off is over."""
         self.num_faults += 1
-        self.reason = " ".join(str(reason).split()) or type(reason).__name__
+        self.reason = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
         self._backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_MIN_S, 2 * self._backoff_s))
         self._retry_at = self._clock() + self._backoff_s * (0.75 + 0.5 * self._rng())
         if not self.out_since:

@@ -271,8 +271,8 @@ def _check_stale(path: Path) -> None:
 
 
 def run_until_signal(server: Server) -> None:
-    """Run a server in this process until SIGTERM, SIGINT or the end of its linger."""
+    """Run a server in this process until SIGTERM, SIGINT, SIGHUP or the end of its linger."""
     keep_freed_memory()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda *_: server.leave())
     server.run()

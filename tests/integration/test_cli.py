@@ -235,12 +235,23 @@ def test_empty_store(served: Served) -> None:
     assert stat.returncode == 0 and str(served.socket) in stat.stdout
     sentence(served.tierkv("ls"), 1, "nothing is stored")
     assert served.json("ls", code=1) == {"prefixes": []}
-    sentence(served.tierkv("match", "--tokens", "1 2 3"), 1, "no such namespace")
+    sentence(served.tierkv("match", "--tokens", "1 2 3"), 1, "nothing is stored here")
     assert served.json("match", "--tokens", "1 2 3", code=1) == {"tokens": 3, "namespaces": []}
     sentence(served.tierkv("evict", "12ab"), 1, "12ab")
     assert served.json("evict", "12ab", code=1)["num_removed"] == 0
-    sentence(served.tierkv("evict", "--tokens", "1 2 3"), 1, "no whole chunk")
+    sentence(served.tierkv("evict", "--tokens", "1 2 3"), 1, "nothing is stored here")
     sentence(served.tierkv("evict", "--namespace", "ab", "--yes"), 1, "'ab'")
+    for words in (("--tokens", "1 2 3"), ("--namespace", "ab", "--yes")):
+        assert served.json("evict", *words, code=1)["num_removed"] == 0
+
+
+def test_a_tier_that_is_out_may_hold_what_was_to_be_evicted(tmp_path: Path) -> None:
+    """Nothing is known to be stored, but one tier could not be asked: that is not "nothing"."""
+    served = Served(tmp_path / "one", "--shared-url", f"unix://{tmp_path}/nobody.sock")
+    for words in (("--tokens", "1 2 3"), ("--namespace", "ab", "--yes"), ("12ab",)):
+        sentence(served.tierkv("evict", *words), 4, "the shared tier is out")
+        assert served.json("evict", *words, code=4)["incomplete"]
+    assert served.stop()[0] == 0
 
 
 # -- stat, ls
@@ -403,7 +414,7 @@ def test_match_of_nothing(served: Served, filled: FakeEngine) -> None:
     sentence(served.tierkv("match", "--tokens", text(A[: CHUNK - 1])), 1, "fewer than a chunk of 32")
     done = served.tierkv("match", "--tokens", text(range(7000, 7100)))
     assert done.returncode == 1 and "nothing of this prompt is stored" in done.stderr and "0 of 3" in done.stdout
-    sentence(served.tierkv("match", "--tokens", text(A), "--namespace", "0" * 32), 1, "no such namespace")
+    sentence(served.tierkv("match", "--tokens", text(A), "--namespace", "0" * 32), 1, "no namespace's id starts with")
 
 
 def test_match_needs_the_salt(served: Served, engine: FakeEngine, tmp_path: Path) -> None:
@@ -536,6 +547,12 @@ def test_ctrl_c_is_quiet(served: Served, filled: FakeEngine) -> None:
     shown, said = process.communicate(timeout=30)
     filled.mute = False
     assert (process.returncode, shown, said.strip()) == (130, "", "")
+
+
+def test_evicting_from_a_tier_that_has_none_of_it(served: Served, filled: FakeEngine) -> None:
+    filled.forget()
+    (row, *_) = served.json("ls")["prefixes"]
+    sentence(served.tierkv("evict", row["id"], "--tier", "host"), 1, "nothing that fits is in host")
 
 
 # -- with a shared tier

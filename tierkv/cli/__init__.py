@@ -30,7 +30,7 @@ VERBS = {
 }
 _EPILOG = """Exit codes: 0 done, 1 nothing matched, 2 bad usage, 3 the server is not reachable, 4 refused or incomplete.
 
-TIERKV_SERVER names the server's socket for every verb, TIERKV_DEBUG=1 shows tracebacks."""
+TIERKV_SERVER names the server's socket for every verb but serve, TIERKV_DEBUG=1 shows tracebacks."""
 
 
 class NothingMatchedError(TierKVError):

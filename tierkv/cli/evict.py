@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import click
 import msgspec
@@ -65,39 +66,52 @@ def command(
         if prefix is not None:
             select = msgspec.structs.replace(select, prefix=hex_start(prefix, "id"))
         elif prompt is not None:
-            select = msgspec.structs.replace(select, keys=_some(prompt.keys(namespaces(client, start))))
+            keys = prompt.keys(namespaces(client, start))
+            if not any(keys.values()):
+                _nothing(client, _why_no_keys(keys), dry_run, as_json)
+            select = msgspec.structs.replace(select, keys=keys)
         else:
-            select = msgspec.structs.replace(select, ns=_one_namespace(client, start), everything=True)
+            found = list(namespaces(client, start))
+            if not found:
+                _nothing(client, f"no namespace's id starts with {start!r}; 'tierkv stat' lists them", dry_run, as_json)
+            select = msgspec.structs.replace(select, ns=_one(found, start), everything=True)
             if not (dry_run or yes):
                 _confirm(client, select, as_json)
         result = client.ask("TKV.EVICT", select)
     _show(result, as_json)
-    _check(result, prefix)
+    _check(result, prefix, tiers)
 
 
-def _some(keys: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return ``keys`` if there are any.
-
-    Raises:
-        NothingMatchedError: the prompt has no whole chunk in any namespace.
-    """
-    if not any(keys.values()):
-        raise NothingMatchedError("the prompt has no whole chunk in any namespace, so nothing of it is stored")
-    return keys
+def _why_no_keys(keys: dict[str, list[str]]) -> str:
+    if not keys:
+        return "nothing is stored here; 'tierkv ls' lists what is"
+    return "the prompt has no whole chunk in any namespace, so nothing of it is stored"
 
 
-def _one_namespace(client: AdminClient, start: str) -> str:
-    """Return the full id of the one namespace that starts with ``start``.
+def _one(found: Sequence[str], start: str) -> str:
+    """Return the one namespace that was found.
 
     Raises:
-        NothingMatchedError, RefusedError: there is none; there are several.
+        RefusedError: there are several.
     """
-    found = list(namespaces(client, start))
-    if not found:
-        raise NothingMatchedError(f"no namespace's id starts with {start!r}; 'tierkv stat' lists them")
     if len(found) > 1:
         raise RefusedError(f"{len(found)} namespaces start with {start!r}; write more digits of the id")
     return found[0]
+
+
+def _nothing(client: AdminClient, sentence: str, dry_run: bool, as_json: bool) -> NoReturn:
+    """Say that there is nothing to remove, or that a tier which is out could not be asked.
+
+    Raises:
+        NothingMatchedError, IncompleteError: always one of them.
+    """
+    tiers = client.ask("TKV.STAT")["tiers"]
+    out = [f"the {tier['name']} tier is out ({tier['reason']})" for tier in tiers if tier["state"] == "out"]
+    result = {"dry_run": dry_run, "prefixes": [], "removed": {}, "nbytes": {}, "num_removed": 0, "incomplete": out}
+    _show(result, as_json)
+    if out:
+        raise IncompleteError("not everything was reached: " + "; ".join(out) + "; evict again later")
+    raise NothingMatchedError(sentence)
 
 
 def _confirm(client: AdminClient, select: Select, as_json: bool) -> None:
@@ -134,10 +148,12 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     console.print(render.table(("tier", ">chunks", ">bytes"), rows))
 
 
-def _check(result: dict[str, Any], prefix: str | None) -> None:
+def _check(result: dict[str, Any], prefix: str | None, tiers: Sequence[str]) -> None:
     if result["incomplete"]:
         raise IncompleteError("not everything was reached: " + "; ".join(result["incomplete"]) + "; evict again later")
     if not result["num_removed"]:
+        if tiers:
+            raise NothingMatchedError(f"nothing that fits is in {', '.join(tiers)}; 'tierkv ls' shows what is where")
         raise NothingMatchedError(
             f"nothing stored fits the id {prefix!r}; 'tierkv ls' lists what is stored"
             if prefix is not None

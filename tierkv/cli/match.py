@@ -54,12 +54,14 @@ def command(
     elif rows:
         _print(rows, len(prompt.tokens))
     if not any(row["num_stored"] for row in rows):
-        raise NothingMatchedError(_why_nothing(rows, len(prompt.tokens)))
+        raise NothingMatchedError(_why_nothing(rows, len(prompt.tokens), start))
 
 
-def _why_nothing(rows: Sequence[dict[str, Any]], num_tokens: int) -> str:
+def _why_nothing(rows: Sequence[dict[str, Any]], num_tokens: int, start: str) -> str:
+    if not rows and start:
+        return f"no namespace's id starts with {start!r}; 'tierkv stat' lists them"
     if not rows:
-        return "there is no such namespace; 'tierkv stat' lists those that are stored"
+        return "nothing is stored here; 'tierkv ls' lists what is"
     smallest = min(row["chunk_tokens"] for row in rows)
     if num_tokens < smallest:
         return f"the prompt's {num_tokens} tokens are fewer than a chunk of {smallest}; only whole chunks are stored"
