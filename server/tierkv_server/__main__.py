@@ -72,7 +72,7 @@ def _silence() -> None:
 def _decode(kind: type, value: object) -> object:
     if kind is Path:
         return Path(str(value))
-    raise NotImplementedError(kind)
+    raise TypeError(f"a configuration has no {kind.__name__}")
 
 
 if __name__ == "__main__":

@@ -227,6 +227,15 @@ def test_serve_refuses_a_socket_that_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_makes_the_server_leave_cleanly(served: Served, number: signal.Signals) -> None:
+    assert served.socket.is_socket()
+    served.process.send_signal(number)
+    served.process.communicate(timeout=30)
+    assert served.process.returncode == 0
+    assert not served.socket.exists()
+
+
 # -- an empty store
 
 
