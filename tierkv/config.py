@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ def default_host_bytes() -> int:
     return min(MAX_DEFAULT_HOST_BYTES, total_memory() // 10)
 
 
+class Spill(StrEnum):
+    """When a chunk goes to a tier."""
+
+    THROUGH = "through"  #: when it was computed
+    ON_EVICT = "on-evict"  #: when the tier above lets it go
+    SECOND_USE = "second-use"  #: when it was used once after it was computed
+    NEVER = "never"  #: not at all; what is there is read
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """What ``kv_connector_extra_config`` may hold.
 
@@ -55,6 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
         shared_url: URL of the Redis or Valkey that a fleet shares (``server="auto"`` only), or None.
         chunk_tokens: tokens a chunk, a whole number of blocks; None for about 4 MiB a chunk.
         deadline_s: seconds after which a request stops waiting for its plan and computes the rest.
+        spill: when chunks go to ``disk`` and ``shared`` (``server="auto"`` only): ``through``, ``on-evict``,
+            ``second-use`` or ``never``; by default ``through`` to disk and ``second-use`` to the shared tier.
     """
 
     host_bytes: int
@@ -64,6 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     shared_url: str | None
     chunk_tokens: int | None
     deadline_s: float
+    spill: Mapping[str, Spill] = {}
 
     @property
     def socket(self) -> Path:
@@ -81,7 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
         """
         check_names(options, cls.__struct_fields__, "kv_connector_extra_config")
         server = _server(options.get("server", "auto"))
-        owned = [name for name in ("disk_dir", "disk_bytes", "shared_url") if options.get(name) is not None]
+        owned = [name for name in ("disk_dir", "disk_bytes", "shared_url", "spill") if options.get(name) is not None]
         if server != "auto" and owned:
             name = owned[0]
             value = redact_url(str(options[name]))
@@ -90,13 +103,14 @@ class EngineConfig(msgspec.Struct, frozen=True):
                 f"leave it out, or set server='auto'"
             )
         return cls(
-            host_bytes=_size(options, "host_bytes", default_host_bytes()),
+            host_bytes=parse_bytes(options, "host_bytes", default_host_bytes()),
             server=server,
-            disk_dir=_directory(options, "disk_dir"),
-            disk_bytes=_size(options, "disk_bytes", DEFAULT_DISK_BYTES),
+            disk_dir=parse_directory(options, "disk_dir"),
+            disk_bytes=parse_bytes(options, "disk_bytes", DEFAULT_DISK_BYTES),
             shared_url=check_shared_url(options.get("shared_url")),
             chunk_tokens=_chunk_tokens(options.get("chunk_tokens")),
-            deadline_s=_seconds(options, "deadline_s", DEFAULT_DEADLINE_S),
+            deadline_s=parse_seconds(options, "deadline_s", DEFAULT_DEADLINE_S),
+            spill=parse_spill(options.get("spill")),
         )
 
     def describe(self) -> str:
@@ -109,42 +123,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
         shared = f"shared {redact_url(self.shared_url)}" if self.shared_url else "no shared tier"
         return (
             f"{host}, disk {format_size(self.disk_bytes)} in {self.disk_dir}, {shared}, deadline {self.deadline_s:g} s"
-        )
-
-
-class ServerConfig(msgspec.Struct, frozen=True):
-    """What a store server runs with.
-
-    Attributes:
-        disk_dir: directory of the disk tier; its lock elects the one server that owns it.
-        disk_bytes: budget of the disk tier.
-        shared_url: URL of the shared tier, or None.
-        socket: the unix socket to listen on.
-        linger_s: seconds after which the server leaves when its last engine has gone; None to stay.
-    """
-
-    disk_dir: Path
-    disk_bytes: int
-    shared_url: str | None
-    socket: Path
-    linger_s: float | None = None
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> ServerConfig:
-        """Return the configuration that ``options`` describe, with defaults for what they leave out.
-
-        Raises:
-            ConfigError: an option is unknown or its value impossible.
-        """
-        check_names(options, cls.__struct_fields__, "the store server's options")
-        disk_dir = _directory(options, "disk_dir")
-        linger_s = options.get("linger_s")
-        return cls(
-            disk_dir=disk_dir,
-            disk_bytes=_size(options, "disk_bytes", DEFAULT_DISK_BYTES),
-            shared_url=check_shared_url(options.get("shared_url")),
-            socket=socket_path(disk_dir) if options.get("socket") is None else _directory(options, "socket"),
-            linger_s=None if linger_s is None else _seconds(options, "linger_s", LINGER_S),
         )
 
 
@@ -193,6 +171,25 @@ def check_shared_url(url: Any) -> str | None:
     return url
 
 
+def parse_spill(value: Any) -> dict[str, Spill]:
+    """Return the spill policy of each tier that ``value`` names.
+
+    Raises:
+        ConfigError: not an object, a tier that stores do not go to, or no such policy.
+    """
+    example = '{"disk": "through", "shared": "second-use"}'
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"spill={value!r} is not possible; set an object such as {example}")
+    check_names(value, ("disk", "shared"), "spill")
+    try:
+        return {str(tier): Spill(policy) for tier, policy in value.items()}
+    except ValueError:
+        known = ", ".join(policy.value for policy in Spill)
+        raise ConfigError(f"spill={value!r} names a policy that is none of {known}; set one, as in {example}") from None
+
+
 def _server(value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
@@ -201,7 +198,12 @@ def _server(value: Any) -> str:
     raise ConfigError(f"server={value!r} is not possible; set 'auto', 'off' or 'unix:///path/to/socket'")
 
 
-def _size(options: Mapping[str, Any], name: str, default: int) -> int:
+def parse_bytes(options: Mapping[str, Any], name: str, default: int) -> int:
+    """Return the size that an option says, or the default.
+
+    Raises:
+        ConfigError: it is no size, or zero.
+    """
     value = options.get(name)
     if value is None:
         return default
@@ -214,7 +216,12 @@ def _size(options: Mapping[str, Any], name: str, default: int) -> int:
     return size
 
 
-def _seconds(options: Mapping[str, Any], name: str, default: float) -> float:
+def parse_seconds(options: Mapping[str, Any], name: str, default: float) -> float:
+    """Return the seconds that an option says, or the default.
+
+    Raises:
+        ConfigError: not a number from 0 to 3600.
+    """
     value = options.get(name)
     if value is None:
         return default
@@ -231,7 +238,12 @@ def _chunk_tokens(value: Any) -> int | None:
     return value
 
 
-def _directory(options: Mapping[str, Any], name: str) -> Path:
+def parse_directory(options: Mapping[str, Any], name: str) -> Path:
+    """Return the absolute path that an option says, or the default directory.
+
+    Raises:
+        ConfigError: not a path, or a relative one.
+    """
     value = options.get(name)
     if value is None:
         return default_disk_dir()

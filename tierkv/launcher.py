@@ -10,8 +10,8 @@ import sys
 
 import msgspec
 
-from tierkv.config import ServerConfig
 from tierkv.errors import ConfigError
+from tierkv.server_config import ServerConfig
 
 logger = logging.getLogger("tierkv")
 

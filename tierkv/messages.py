@@ -13,7 +13,9 @@ from tierkv.pool import PoolShape
 #: Reply letters of FETCH and MATCH, one a key.
 FROM_DISK, FROM_SHARED, MISSING, BAD = b"d", b"s", b"-", b"!"
 #: Reply letters of STORE, one an item.
-STORED, EXISTS, STALE, DROPPED, FAILED = b"o", b"x", b"g", b"b", b"e"
+STORED, EXISTS, STALE, DROPPED, FAILED, DECLINED = b"o", b"x", b"g", b"b", b"e", b"n"
+#: Reply letters of USE, one a key: noted; a tier would store it now, send it.
+NOTED, WANTED = b".", b"w"
 
 
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,6 +30,7 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
         shape: the shape of its host pool.
         shared: digest of the shared tier's URL that the engine is configured with; None: any.
         disk_bytes: the disk budget that the engine is configured with; None: any.
+        inline: the engine shares no memory with the server: no descriptors travel, payloads go over the connection.
     """
 
     version: str
@@ -38,10 +41,14 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
     shape: PoolShape
     shared: str | None = None
     disk_bytes: int | None = None
+    inline: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The server's answer. ``session`` names the engine on its other connections; ``boot`` tells a restart."""
+    """The server's answer. ``session`` names the engine on its other connections; ``boot`` tells a restart.
+
+    ``spill`` says for each tier that is there when chunks go to it (:class:`tierkv.config.Spill`).
+    """
 
     version: str
     protocol: int
@@ -51,6 +58,7 @@ class Welcome(msgspec.Struct, frozen=True):
     disk_dir: str
     disk_bytes: int
     shared: str
+    spill: dict[str, str] = {}
 
 
 class StoreItem(msgspec.Struct, frozen=True, array_like=True):
@@ -110,13 +118,21 @@ class Select(msgspec.Struct, frozen=True, omit_defaults=True):
         prefix: hex id of a stored prefix, or the start of one; empty: not by prefix.
         keys: hex keys of a prompt's chunks, per namespace id, ancestors first; empty: not by prompt.
         tiers: the tiers meant; empty: all.
-        dry_run: say what would be removed, remove nothing.
+        tenant: hex digest of a tenant, or the start of one; empty: all.
+        dry_run: say what would be done, do nothing.
         everything: with neither prefix nor keys: yes, the whole namespace is meant.
+        force: evict pinned entries too.
+        owner: of a pin.
+        seconds: how long a pin holds, or when entries expire, from now on.
     """
 
     ns: str = ""
     prefix: str = ""
     keys: dict[str, list[str]] = {}
     tiers: list[str] = []
+    tenant: str = ""
     dry_run: bool = False
     everything: bool = False
+    force: bool = False
+    owner: str = ""
+    seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them (``"8GiB"``, ``"512 MB"``, ``1048576``)."""
+"""Byte sizes and durations as people write them (``"8GiB"``, ``1048576``; ``"7d"``, ``"30s"``, ``2.5``)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,47 @@ def parse_size(value: int | str) -> int:
     if match is None or unit not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write a number of bytes or a string such as '8GiB'")
     return _bounded(int(Fraction(match[1]) * _UNITS[unit]))
+
+
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+#: Longer ones do not fit into Redis's expiry in milliseconds beside a date.
+MAX_DURATION_S = 100 * 365 * 86400.0
+
+
+def parse_duration(value: float | str) -> float:
+    """Return ``value`` in seconds. Units are ms, s, m, h, d, w; a bare number is seconds.
+
+    Raises:
+        ValueError: not a duration, negative, or more than a hundred years.
+
+    >>> parse_duration("1.5h")
+    5400.0
+    """
+    what = f"{value!r} is not a duration; write seconds, or a string such as '30s', '12h' or '7d'"
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(what)
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].lower() not in _SECONDS:
+            raise ValueError(what)
+        seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    else:
+        seconds = float(value)
+    if not 0 <= seconds <= MAX_DURATION_S:
+        raise ValueError(f"{value!r} is no duration from 0 to a hundred years")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Return ``seconds`` for people, in the largest unit that it is at least one of.
+
+    >>> format_duration(5400)
+    '1.5h'
+    """
+    for unit in ("w", "d", "h", "m", "s"):
+        if seconds >= _SECONDS[unit]:
+            return f"{round(seconds / _SECONDS[unit], 1):g}{unit}"
+    return f"{seconds * 1000:.0f}ms" if seconds else "0s"
 
 
 def _bounded(nbytes: int) -> int:

@@ -25,7 +25,6 @@ from tierkv.config import (
     PLAN_NBYTES,
     PROTOCOL_VERSION,
     EngineConfig,
-    ServerConfig,
     shared_digest,
 )
 from tierkv.errors import ConfigError
@@ -36,6 +35,7 @@ from tierkv.layout import Namespace, Shard
 from tierkv.messages import Hello, HostEntry, HostStat
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
+from tierkv.server_config import ServerConfig
 from tierkv.threads import leave_compute_core
 from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, scheduled
 from tierkv_connector.metadata import LoadJob, Piece, TierKVMetadata, TierKVWorkerMetadata
@@ -149,7 +149,9 @@ class Scheduler:
         config, launcher = self.config, None
         if config.server == "auto":
             launcher = Launcher(
-                ServerConfig(config.disk_dir, config.disk_bytes, config.shared_url, config.socket, LINGER_S)
+                ServerConfig.make(
+                    config.disk_dir, config.disk_bytes, config.shared_url, config.socket, LINGER_S, config.spill
+                )
             )
         hello = Hello(
             version=__version__,

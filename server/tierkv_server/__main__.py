@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from tierkv.config import ServerConfig
 from tierkv.errors import ConfigError
 from tierkv.launcher import REFUSAL
+from tierkv.server_config import ServerConfig
 
 EXIT_OK, EXIT_BAD_CONFIG, EXIT_IN_USE = 0, 2, 3
 

@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 
 from tierkv import __version__
-from tierkv.config import PROTOCOL_VERSION, ServerConfig, shared_digest
+from tierkv.config import PROTOCOL_VERSION, shared_digest
 from tierkv.errors import RefusedError, TierKVError
 from tierkv.keys import KEY_NBYTES
 from tierkv.messages import Hello, Select, StoreItem, Welcome
 from tierkv.pool import HostPool
 from tierkv.resp import Error, Simple, Value
+from tierkv.server_config import ServerConfig
 from tierkv.urls import redact_url
 from tierkv_server.inspect import Inspector
 from tierkv_server.service import Service, make_refs

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tierkv.config import ServerConfig
 from tierkv.errors import ConfigError, ProtocolError
 from tierkv.resp import Error, Parser, Value, encode
+from tierkv.server_config import ServerConfig
 from tierkv.sizes import format_size
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.shared import SharedTier

@@ -25,7 +25,7 @@ from fake_engine import FakeEngine, make_namespace, wait_until
 from leaks import num_fds
 from tierkv import __version__, client, health
 from tierkv.client import AdminClient
-from tierkv.config import PROTOCOL_VERSION, ServerConfig, shared_digest
+from tierkv.config import PROTOCOL_VERSION, shared_digest
 from tierkv.errors import ConfigError, RefusedError, UnavailableError
 from tierkv.hostindex import Fetch
 from tierkv.keys import anchor_index
@@ -33,6 +33,7 @@ from tierkv.launcher import Launcher
 from tierkv.messages import Hello, StoreItem
 from tierkv.pool import PoolShape, Segment
 from tierkv.resp import Error, Parser, Value, encode_command
+from tierkv.server_config import ServerConfig
 from tierkv_server.server import DirectoryInUseError, Server
 
 CHUNK = 32
@@ -52,7 +53,7 @@ def make_config(directory: Path, **other: Any) -> ServerConfig:
         "shared_url": None,
         "socket": directory / "store" / "tierkv.sock",
     }
-    return ServerConfig(**options | other)
+    return ServerConfig.make(**options | other)
 
 
 @contextlib.contextmanager
@@ -817,7 +818,7 @@ import sys
 from pathlib import Path
 import msgspec
 from fake_engine import FakeEngine
-from tierkv.config import ServerConfig
+from tierkv.server_config import ServerConfig
 from tierkv.launcher import Launcher
 config = msgspec.json.decode(sys.argv[1], type=ServerConfig, dec_hook=lambda kind, value: kind(value))
 engine = FakeEngine(config.socket, launcher=Launcher(config))

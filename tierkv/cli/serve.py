@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from tierkv.config import ServerConfig
 from tierkv.errors import RefusedError
+from tierkv.server_config import ServerConfig
 
 
 @click.command("serve")

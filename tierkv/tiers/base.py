@@ -6,12 +6,20 @@ threads, bounded in time, and **never raises because of its environment** (a ful
 such a fault is a miss or a failed store, counted in :class:`TierStat`, and puts the tier out for a back-off period in
 which it answers at once. Results are always per key. A record that fails verification is never delivered: it is
 deleted where it is ours, and counted.
+
+*Lifetime.* An entry ends when room is needed, by order (``evict``), or when it expires: ``ttl_s`` after it was written,
+``idle_s`` after it was last read, or at a time set for it. A *pin* keeps an entry until its own time is over: nothing
+but an order with ``force`` removes a pinned entry. An entry that has expired is a miss at once, whenever it is swept.
+
+*After a crash.* A process that dies loses nothing that ``store`` had answered for; what the machine's crash may lose
+each tier says for itself. What is lost is a miss.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -44,8 +52,18 @@ class Record(NamedTuple):
     tokens: bytes = b""
 
 
+class Pin(NamedTuple):
+    """Who wants an entry kept, and until when (seconds since 1970). An owner has one pin on an entry."""
+
+    owner: str
+    until: float
+
+
 class EntryInfo(NamedTuple):
-    """What a tier knows about a stored chunk. ``nbytes`` is what it costs there; times are seconds since 1970."""
+    """What a tier knows about a stored chunk. ``nbytes`` is what it costs there; times are seconds since 1970.
+
+    ``expires`` is 0 for an entry that never does; ``pins`` are those that hold now.
+    """
 
     key: bytes
     parent: bytes
@@ -57,6 +75,62 @@ class EntryInfo(NamedTuple):
     created: float
     last_used: float
     num_hits: int
+    expires: float = 0.0
+    pins: tuple[Pin, ...] = ()
+
+
+class Usage(NamedTuple):
+    """What a tenant has in a namespace of a tier, in the tier's own bytes."""
+
+    num_entries: int = 0
+    nbytes: int = 0
+    pinned_nbytes: int = 0
+
+    def __add__(self, other: Usage) -> Usage:  # type: ignore[override]
+        return Usage(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a tier may hold, and for how long. All may change while it runs. None: no limit of that kind.
+
+    Attributes:
+        budget: bytes over all namespaces. None where somebody else sets it (Redis's ``maxmemory``).
+        reserve_nbytes: bytes of the volume that stay free (disk).
+        ttl_s: seconds after its store that an entry expires.
+        idle_s: seconds after its last read (or its store) that an entry expires.
+        namespace_nbytes: quota of a namespace: bytes by its id, ``b""`` for those that are not named.
+        tenant_nbytes: quota of a tenant within a namespace: bytes by its digest, ``b""`` for those that are not named.
+        pinned_nbytes: bytes that pins may hold, over all namespaces.
+
+    A namespace or a tenant at its quota makes room among its own entries; one whose entries are all pinned has its
+    stores dropped.
+    """
+
+    budget: int | None = None
+    reserve_nbytes: int = 0
+    ttl_s: float | None = None
+    idle_s: float | None = None
+    namespace_nbytes: Mapping[bytes, int] = field(default_factory=dict)
+    tenant_nbytes: Mapping[bytes, int] = field(default_factory=dict)
+    pinned_nbytes: int | None = None
+
+    def of_namespace(self, ns_id: bytes) -> int | None:
+        """Return the quota of a namespace in bytes."""
+        return self.namespace_nbytes.get(ns_id, self.namespace_nbytes.get(b""))
+
+    def of_tenant(self, tenant: bytes) -> int | None:
+        """Return the quota of a tenant in bytes, within one namespace."""
+        return self.tenant_nbytes.get(tenant, self.tenant_nbytes.get(b""))
+
+    def expires(self, created: float, last_used: float, until: float = 0.0) -> float:
+        """Return when an entry expires: the earliest of what applies, 0 for never."""
+        times = [until] if until else []
+        if self.ttl_s is not None:
+            times.append(created + self.ttl_s)
+        if self.idle_s is not None:
+            times.append(max(created, last_used) + self.idle_s)
+        return min(times, default=0.0)
 
 
 class Status(IntEnum):
@@ -80,7 +154,9 @@ class Fetched(NamedTuple):
 class TierStat(NamedTuple):
     """Counters since start, and the state now. Bytes in bytes, ``since`` in seconds since 1970 (0: never out).
 
-    ``state`` is ``"up"``, or ``"out"`` while a fault's back-off holds; ``reason`` says the fault in a sentence.
+    ``state`` is ``"up"``, ``"read-only"`` while writes fail, or ``"out"`` while a fault's back-off holds; ``reason``
+    says the fault in a sentence. ``num_evicted`` went to make room, ``num_expired`` when their time was over, and
+    ``num_removed`` by order.
     """
 
     name: str
@@ -97,6 +173,9 @@ class TierStat(NamedTuple):
     num_dropped: int
     num_bad: int
     num_errors: int
+    num_expired: int = 0
+    num_removed: int = 0
+    pinned_nbytes: int = 0
 
 
 class Counters:
@@ -108,7 +187,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.num_hits = self.num_misses = self.num_stored = self.num_evicted = 0
-        self.num_dropped = self.num_bad = self.num_errors = 0
+        self.num_dropped = self.num_bad = self.num_errors = self.num_expired = self.num_removed = 0
         self._lock = threading.Lock()
 
     def count_fetched(self, results: Iterable[Fetched]) -> None:
@@ -128,16 +207,28 @@ class Counters:
             self.num_errors += statuses.count(Status.ERROR)
 
     def count_evicted(self, num: int) -> None:
-        """Count entries that were removed to make room, or by order."""
+        """Count entries that were removed to make room."""
         with self._lock:
             self.num_evicted += num
+
+    def count_removed(self, num: int) -> None:
+        """Count entries that were removed by order."""
+        with self._lock:
+            self.num_removed += num
+
+    def count_expired(self, num: int) -> None:
+        """Count entries that were removed because their time was over."""
+        with self._lock:
+            self.num_expired += num
 
     def count_bad(self, num: int) -> None:
         """Count records that failed verification outside of a fetch."""
         with self._lock:
             self.num_bad += num
 
-    def stat(self, name: str, health: Health, *, num_entries: int, nbytes: int, budget: int) -> TierStat:
+    def stat(
+        self, name: str, health: Health, *, num_entries: int, nbytes: int, budget: int, pinned_nbytes: int = 0
+    ) -> TierStat:
         """Return the counters with the state that ``health`` is in."""
         with self._lock:
             return TierStat(
@@ -155,6 +246,9 @@ class Counters:
                 num_dropped=self.num_dropped,
                 num_bad=self.num_bad,
                 num_errors=self.num_errors,
+                num_expired=self.num_expired,
+                num_removed=self.num_removed,
+                pinned_nbytes=pinned_nbytes,
             )
 
 
@@ -176,29 +270,72 @@ class Tier(Protocol):
     def match(self, ns_id: bytes, refs: Sequence[Ref]) -> list[bool]:
         """Return for each ref whether it is stored here now. Touches nothing: only reads renew life."""
 
-    def fetch(self, ns_id: bytes, refs: Sequence[Ref], sink: Sink) -> list[Fetched]:
+    def fetch(self, ns_id: bytes, refs: Sequence[Ref], sink: Sink, *, quiet: bool = False) -> list[Fetched]:
         """Copy payloads into the buffers that ``sink`` gives, verified there, and note their use.
 
-        A buffer whose result is not ``Status.OK`` may hold anything.
+        A buffer whose result is not ``Status.OK`` may hold anything. ``quiet``: a read of our own (copying to another
+        tier, verifying): it renews nothing and counts no hit or miss.
         """
 
     def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
-        """Store records of one namespace, write-once: a key that is there is left alone (``Status.EXISTS``)."""
+        """Store records of one namespace, write-once: a key that is there is left alone (``Status.EXISTS``).
 
-    def evict(self, ns_id: bytes, refs: Sequence[Ref]) -> int:
-        """Remove the entries and return how many were there."""
+        Stored entries expire as the tier's limits say. ``Status.DROPPED`` where there is no room that may be made.
+        """
+
+    def evict(self, ns_id: bytes, refs: Sequence[Ref], *, force: bool = False) -> int:
+        """Remove the entries and return how many were there. Pinned ones stay, unless ``force``."""
 
     def drop_namespace(self, ns_id: bytes) -> int:
-        """Remove a namespace with all its entries and return how many there were."""
+        """Remove a namespace with all its entries, pinned ones too, and return how many there were."""
+
+    def pin(self, ns_id: bytes, refs: Sequence[Ref], pin: Pin) -> list[bool]:
+        """Pin entries and return for each ref whether it is stored here and pinned now.
+
+        ``refs`` are consecutive chunks, ancestors first; pinning stops where an entry is missing or the pins' quota is
+        reached. A second pin of an owner replaces the first.
+        """
+
+    def unpin(self, ns_id: bytes, refs: Sequence[Ref], owner: str = "") -> int:
+        """Take an owner's pins (all owners', if empty) off the entries and return how many entries had one."""
+
+    def expire_at(self, ns_id: bytes, refs: Sequence[Ref], until: float) -> int:
+        """Let entries expire at ``until`` (seconds since 1970; 0: as the limits say); returns how many there were."""
 
     def entries(self, ns_id: bytes) -> Iterator[EntryInfo]:
-        """Yield what is stored in a namespace, in no order, from a snapshot."""
+        """Yield what is stored in a namespace, in no order, from a snapshot. :func:`below` picks a prefix's."""
+
+    def usage(self, ns_id: bytes) -> dict[bytes, Usage]:
+        """Return what each tenant (digest) has in a namespace."""
+
+    def tokens(self, ns_id: bytes, ref: Ref) -> bytes:
+        """Return the token ids that were stored with a chunk (``pack_tokens``), or nothing."""
+
+    def set_limits(self, limits: Limits) -> None:
+        """Change the limits; entries beyond them go soon after."""
 
     def stat(self) -> TierStat:
         """Return counters and state."""
 
     def close(self) -> None:
         """Give back every resource. Idempotent."""
+
+
+def below(entries: Iterable[EntryInfo], key: bytes) -> list[EntryInfo]:
+    """Return the entry of ``key`` and all that descend from it, ancestors first."""
+    by_parent: dict[bytes, list[EntryInfo]] = {}
+    found: list[EntryInfo] = []
+    for entry in entries:
+        if entry.key == key:
+            found.append(entry)
+        else:
+            by_parent.setdefault(entry.parent, []).append(entry)
+    at = [key]
+    while at:
+        children = by_parent.pop(at.pop(), [])
+        found += children
+        at += [child.key for child in children]
+    return found
 
 
 def deliver(record: memoryview, ref: Ref, ns_id: bytes, payload_nbytes: int, parts: Sequence[memoryview]) -> Header:
