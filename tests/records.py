@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tierkv.keys import ANCHOR_SPAN, anchor_index, chain_keys, root_key
+from tierkv.keys import anchor_index, chain_keys, root_key, tenant_digest
 from tierkv.layout import LayerGroup, Layout, Namespace, Shard
 from tierkv.payload import HEADER_NBYTES, Header, checksum, record_nbytes
 from tierkv.tiers.base import Fetched, Record, Ref, Tier
@@ -61,19 +61,39 @@ def make_record(
     return Record(header, memoryview(data), tokens=bytes(range(4)) * CHUNK_TOKENS)
 
 
-def make_chain(namespace: Namespace, num: int, seed: int = 0) -> tuple[list[Ref], list[Record]]:
-    """A chain of ``num`` chunks, ancestors first."""
-    root = root_key(namespace.identity.encode())
+def make_chain(
+    namespace: Namespace, num: int, seed: int = 0, *, branch: int | None = None, salt: str = "", **fields: object
+) -> tuple[list[Ref], list[Record]]:
+    """A chain of ``num`` chunks, ancestors first.
+
+    Args:
+        seed: which chain; others have other tokens from the start.
+        branch: from this chunk on the tokens differ from those of the chain without a branch; None: nowhere.
+        salt: of the tenant.
+        fields: replace those of the headers.
+    """
+    root = root_key(namespace.identity.encode(), tenant=salt.encode())
     tokens = [(seed * 1_000_003 + i) % 50_000 for i in range(num * CHUNK_TOKENS)]
+    if branch is not None:
+        tokens[branch * CHUNK_TOKENS :] = [50_000 + token for token in tokens[branch * CHUNK_TOKENS :]]
     keys = chain_keys(root, tokens, CHUNK_TOKENS)
     refs = [Ref(key, keys[anchor_index(i)]) for i, key in enumerate(keys)]
-    parents = [root, *keys[:-1]]
-    assert ANCHOR_SPAN > 1
+    values = {"tenant": tenant_digest(salt.encode())} | fields
     records = [
-        make_record(namespace, ref.key, parent, ref.anchor, i)
-        for i, (ref, parent) in enumerate(zip(refs, parents, strict=True))
+        make_record(namespace, ref.key, parent, ref.anchor, i, **values)
+        for i, (ref, parent) in enumerate(zip(refs, [root, *keys], strict=False))
     ]
     return refs, records
+
+
+class Clock:
+    """A wall clock that stands still until a test moves it. Starts at the real time, in whole seconds."""
+
+    def __init__(self) -> None:
+        self.now = float(int(time.time()))
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Buffers:

@@ -5,7 +5,7 @@ The record is written down in ``docs/formats.md`` and meant to last. All numbers
     offset  size  field
          0     8  magic  "TIERKV\\r\\n"
          8     2  format version (1)
-        10     1  codec (0: raw bytes)
+        10     1  codec (0: raw bytes; 1: byte-shuffle and zstd, see tierkv.tiers.compression)
         11     1  flags (0)
         12     4  header length (256): the payload starts here
         16    16  layout id
@@ -39,6 +39,7 @@ MAGIC = b"TIERKV\r\n"
 FORMAT_VERSION = 1
 HEADER_NBYTES = 256
 CODEC_RAW = 0
+CODEC_SHUFFLE_ZSTD = 1
 
 _HEADER = struct.Struct("<8sHBBI16s16s32s32s32sII16sdQQ16s40s")
 _CHECK = struct.Struct("<Q")
@@ -68,12 +69,12 @@ class Header(NamedTuple):
     raw_nbytes: int
     checksum: bytes
 
-    def pack(self) -> bytes:
-        """Return the 256 bytes of the header."""
+    def pack(self, codec: int = CODEC_RAW, stored_nbytes: int | None = None) -> bytes:
+        """Return the 256 bytes of the header, of a raw record unless a codec and its stored length are given."""
         body = _HEADER.pack(
             MAGIC,
             FORMAT_VERSION,
-            CODEC_RAW,
+            codec,
             0,
             HEADER_NBYTES,
             self.layout_id,
@@ -86,7 +87,7 @@ class Header(NamedTuple):
             self.tenant,
             self.created,
             self.raw_nbytes,
-            self.raw_nbytes,
+            self.raw_nbytes if stored_nbytes is None else stored_nbytes,
             self.checksum,
             bytes(40),
         )
@@ -94,26 +95,41 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, record: bytes | memoryview) -> Header:
-        """Return the header at the start of ``record``.
+        """Return the header at the start of ``record``, which is stored raw.
 
         Raises:
             BadRecordError: too short, not ours, or damaged.
-            ForeignRecordError: ours, of a version this program does not know.
+            ForeignRecordError: ours, of a version or a codec that the caller does not read.
         """
-        if len(record) < HEADER_NBYTES:
-            raise BadRecordError(f"a record of {len(record)} bytes is shorter than its header ({HEADER_NBYTES})")
-        head = bytes(record[:HEADER_NBYTES])
-        fields = _HEADER.unpack_from(head)
-        magic, version, codec, flags, header_nbytes = fields[:5]
-        if magic != MAGIC:
-            raise BadRecordError(f"a record starts with {magic!r}, not with {MAGIC!r}")
-        if version != FORMAT_VERSION:
-            raise ForeignRecordError(f"a record has format version {version}; this program reads {FORMAT_VERSION}")
-        if _CHECK.unpack_from(head, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(head[: _HEADER.size]):
-            raise BadRecordError("a record's header does not match its own checksum")
-        if codec != CODEC_RAW or flags != 0 or header_nbytes != HEADER_NBYTES or fields[14] != fields[15]:
-            raise ForeignRecordError(f"a record uses codec {codec}, flags {flags}, which this program does not know")
-        return cls._make((*fields[5:15], fields[16]))
+        header, codec, _ = unpack_stored(record)
+        if codec != CODEC_RAW:
+            raise ForeignRecordError(f"a record uses codec {codec}, where records are raw")
+        return header
+
+
+def unpack_stored(record: bytes | memoryview) -> tuple[Header, int, int]:
+    """Return the header at the start of ``record``, its codec, and the bytes of its payload as it is stored.
+
+    Raises:
+        BadRecordError: too short, not ours, or damaged.
+        ForeignRecordError: ours, of a version this program does not know.
+    """
+    if len(record) < HEADER_NBYTES:
+        raise BadRecordError(f"a record of {len(record)} bytes is shorter than its header ({HEADER_NBYTES})")
+    head = bytes(record[:HEADER_NBYTES])
+    fields = _HEADER.unpack_from(head)
+    magic, version, codec, flags, header_nbytes = fields[:5]
+    raw_nbytes, stored_nbytes = fields[14:16]
+    if magic != MAGIC:
+        raise BadRecordError(f"a record starts with {magic!r}, not with {MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise ForeignRecordError(f"a record has format version {version}; this program reads {FORMAT_VERSION}")
+    if _CHECK.unpack_from(head, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(head[: _HEADER.size]):
+        raise BadRecordError("a record's header does not match its own checksum")
+    known = codec == CODEC_SHUFFLE_ZSTD or (codec == CODEC_RAW and raw_nbytes == stored_nbytes)
+    if not known or flags != 0 or header_nbytes != HEADER_NBYTES:
+        raise ForeignRecordError(f"a record uses codec {codec}, flags {flags}, which this program does not know")
+    return Header._make((*fields[5:15], fields[16])), codec, stored_nbytes
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> bytes:

@@ -21,10 +21,10 @@ import pytest
 from records import fetch, make_chain, make_namespace, make_record, payload_of, wait_until
 from tierkv.errors import ConfigError
 from tierkv.layout import Namespace
-from tierkv.tiers import environment
+from tierkv.tiers import disk_mark, environment
 from tierkv.tiers.base import Ref, Status
 from tierkv.tiers.disk import MIN_BUDGET, DiskTier
-from tierkv.tiers.environment import DISK_FORMAT
+from tierkv.tiers.disk_mark import DISK_FORMAT
 from tierkv.tiers.filesystem import check_directory, filesystem_type
 
 MIB = 1 << 20
@@ -214,7 +214,7 @@ def test_a_restart_keeps_entries_use_and_tokens(tmp_path: Path) -> None:
         assert tier.namespaces() == {NS_ID: NAMESPACE}
         assert sorted(tier.entries(NS_ID)) == before
         assert sorted({(e.num_hits, e.last_used > 2e9) for e in before}) == [(0, False), (3, True)]
-        assert [tier.tokens(NS_ID, ref.key) for ref in refs] == [record.tokens for record in records]
+        assert [tier.tokens(NS_ID, ref) for ref in refs] == [record.tokens for record in records]
         results, cells = fetch(tier, NAMESPACE, refs)
         assert [r.header for r in results] == [r.header for r in records]
         assert [bytes(c) for c in cells] == [payload_of(ref.key, NAMESPACE.payload_nbytes) for ref in refs]
@@ -237,14 +237,14 @@ def test_use_is_written_in_the_background(tmp_path: Path) -> None:
         tier.add_namespace(NAMESPACE)
         (refs,) = fill(tier, NAMESPACE, 1, 3)
         fetch(tier, NAMESPACE, refs)
-        environment = tier._environments[NS_ID]
+        env = tier._environments[NS_ID]
 
         def written() -> int:
-            with environment._env.begin() as txn:
-                return txn.stat(environment._use)["entries"]
+            with env._env.begin() as txn:
+                return txn.stat(env._use)["entries"]
 
         wait_until(lambda: written() == 3)
-        wait_until(lambda: not environment.dirty)
+        wait_until(lambda: not env.dirty)
         tier.evict(NS_ID, refs[2:])
         assert written() == 2
 
@@ -268,11 +268,11 @@ for seed in range(int(sys.argv[2]), 1000000):
 def test_sigkill_in_the_middle_of_puts_loses_nothing(tmp_path: Path) -> None:
     """Ten lives of a writer, each killed at a random moment; what it reported as stored is there and verifies."""
     rng = random.Random(2)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     seed = 0
     for _ in range(6):
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path), str(seed)], env=environment, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", CHILD, str(tmp_path), str(seed)], env=variables, stdout=subprocess.PIPE, text=True
         )
         assert child.stdout is not None
         reported = [int(child.stdout.readline())]
@@ -306,7 +306,7 @@ def test_after_a_crash_of_the_machine_an_environment_starts_empty(
     assert json.loads(mark.read_bytes())["boot"] == "clean"
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("another boot\n")
-    monkeypatch.setattr(environment, "_BOOT_ID", boot_id)
+    monkeypatch.setattr(disk_mark, "_BOOT_ID", boot_id)
     with opened(tmp_path) as tier:
         assert all(tier.match(NS_ID, refs)), "closed properly: another boot is no reason"
     mark.write_bytes(while_open)
@@ -355,26 +355,123 @@ def test_an_unfinished_environment_starts_empty(tmp_path: Path) -> None:
         fill(tier, NAMESPACE, 1, 4)
 
 
-def test_damaged_headers_are_deleted_at_open_and_foreign_ones_left(tmp_path: Path) -> None:
+def edit_rows(tier: DiskTier, edits: list[tuple[Ref, int, bytes]], name: str) -> None:
+    """Overwrite bytes of rows of a database, behind the tier's back."""
+    env = tier._environments[NS_ID]
+    database = getattr(env, name)
+    with env._env.begin(write=True) as txn:
+        for ref, at, value in edits:
+            row = bytearray(txn.get(ref.key, db=database))
+            row[at : at + len(value)] = value
+            txn.put(ref.key, row, db=database)
+
+
+def test_damaged_heads_are_deleted_at_open_and_foreign_ones_left(tmp_path: Path) -> None:
     with opened(tmp_path) as tier:
         tier.add_namespace(NAMESPACE)
         (refs,) = fill(tier, NAMESPACE, 1, 4)
-        environment = tier._environments[NS_ID]
-        with environment._env.begin(write=True) as txn:
-            for ref, at, value in ((refs[1], 60, b"\x00\x00"), (refs[2], 8, b"\x09\x00")):
-                record = bytearray(txn.get(ref.key, db=environment._records))
-                record[at : at + 2] = value
-                txn.put(ref.key, record, db=environment._records)
+        edit_rows(tier, [(refs[1], 60, b"\x00\x00"), (refs[2], 8, b"\x09\x00")], "_heads")
     with opened(tmp_path) as tier:
         assert tier.match(NS_ID, refs) == [True, False, False, True]
         assert tier.stat().num_bad == 1
         assert tier.stat().nbytes == 3 * COST, "the foreign record keeps its place in the budget"
-        environment = tier._environments[NS_ID]
-        with environment._env.begin() as txn:
-            assert txn.get(refs[1].key, db=environment._records) is None
-            assert txn.get(refs[2].key, db=environment._records)[8:10] == b"\x09\x00"
+        env = tier._environments[NS_ID]
+        with env._env.begin() as txn:
+            assert txn.get(refs[1].key, db=env._records) is None
+            assert txn.get(refs[2].key, db=env._records) is not None
         tier.evict(NS_ID, refs)
         assert (tmp_path / "ns" / NS_ID.hex() / "data.mdb").exists(), "what is not ours is not deleted with the rest"
+
+
+def test_a_wrong_place_in_a_head_is_found_out(tmp_path: Path) -> None:
+    """The record says where it is and whose: LMDB is asked, and nothing is lost."""
+    with opened(tmp_path) as tier:
+        tier.add_namespace(NAMESPACE)
+        (refs,) = fill(tier, NAMESPACE, 1, 4)
+        other = tier._environments[NS_ID].index.entries[refs[3].key].page.to_bytes(8, "little")
+        edit_rows(tier, [(refs[1], 256, other), (refs[2], 256, b"\x01")], "_heads")
+    with opened(tmp_path) as tier:
+        results, cells = fetch(tier, NAMESPACE, refs)
+        assert [r.status for r in results] == [Status.OK] * 4
+        assert [bytes(c) for c in cells] == [payload_of(r.key, NAMESPACE.payload_nbytes) for r in refs]
+
+
+def test_opening_reads_no_records(tmp_path: Path) -> None:
+    """The binding touches every page of a value that it returns: opening would read the whole disk."""
+    with opened(tmp_path) as tier:
+        tier.add_namespace(NAMESPACE)
+        chains = fill(tier, NAMESPACE, 12, 10)
+        data = tmp_path / "ns" / NS_ID.hex() / "data.mdb"
+        pages = [tier._environments[NS_ID].index.entries[ref.key].page for refs in chains for ref in refs]
+    with open(data, "r+b") as file:
+        for page in pages:
+            file.seek(page * 4096 + 16)
+            file.write(bytes(256))
+    with opened(tmp_path) as tier:
+        assert all(all(tier.match(NS_ID, refs)) for refs in chains), "their headers were not looked at"
+        assert tier.stat().num_bad == 0
+        assert {r.status for r in fetch(tier, NAMESPACE, chains[0])[0]} == {Status.BAD}
+        assert tier.match(NS_ID, chains[0]) == [False] * 10
+
+
+def make_format_1(path: Path) -> None:
+    """Turn what a closed tier left into what the first version of the format was."""
+    directory = path / "ns" / NS_ID.hex()
+    env = lmdb.open(str(directory), map_size=256 * MIB, max_dbs=6, lib_version=0)
+    with env.begin(write=True) as txn:
+        for name in (b"heads", b"life"):
+            txn.drop(env.open_db(name, txn=txn))
+        txn.put(b"format", b"tierkv-disk-1", db=env.open_db(b"meta", txn=txn))
+    env.close()
+    (directory / "tierkv.json").write_text('{"format":"tierkv-disk-1","boot":"clean"}')
+
+
+def test_the_first_format_is_brought_up_to_date(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        tier.add_namespace(NAMESPACE)
+        (refs,) = fill(tier, NAMESPACE, 1, 6)
+        edit_rows(tier, [(refs[4], 60, b"\x00\x00"), (refs[5], 8, b"\x09\x00")], "_records")
+        fetch(tier, NAMESPACE, refs[:1])
+    make_format_1(tmp_path)
+    for num_bad in (1, 0):  # the second time there is nothing left to do
+        with opened(tmp_path) as tier:
+            assert tier.match(NS_ID, refs) == [True] * 4 + [False] * 2
+            assert tier.stat().num_bad == num_bad
+            assert tier.stat().nbytes == 5 * COST
+            assert sorted(e.num_hits for e in tier.entries(NS_ID))[-1] == (1 if num_bad else 2)
+            results, cells = fetch(tier, NAMESPACE, refs[:4])
+            assert [bytes(c) for c in cells] == [payload_of(r.key, NAMESPACE.payload_nbytes) for r in refs[:4]]
+            assert [r.status for r in results] == [Status.OK] * 4
+            with tier._environments[NS_ID]._env.begin() as txn:
+                assert txn.get(b"format", db=tier._environments[NS_ID]._meta) == DISK_FORMAT.encode()
+    assert json.loads((tmp_path / "ns" / NS_ID.hex() / "tierkv.json").read_text())["format"] == DISK_FORMAT
+
+
+def test_an_upgrade_that_is_cut_short_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one transaction: the environment is of the one format or of the other."""
+    with opened(tmp_path) as tier:
+        tier.add_namespace(NAMESPACE)
+        (refs,) = fill(tier, NAMESPACE, 1, 6)
+    make_format_1(tmp_path)
+    find, calls = environment.page_of, []
+
+    def failing(record: memoryview) -> int:
+        calls.append(1)
+        if len(calls) == 4:
+            raise lmdb.DiskError("mdb_put: No space left on device")
+        return find(record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "page_of", failing)
+        with pytest.raises(ConfigError, match=r"cannot be opened .*No space left on device"):
+            DiskTier(tmp_path, BUDGET)
+    env = lmdb.open(str(tmp_path / "ns" / NS_ID.hex()), map_size=256 * MIB, max_dbs=6, lib_version=0)
+    with env.begin() as txn:
+        assert txn.get(b"format", db=env.open_db(b"meta", txn=txn)) == b"tierkv-disk-1"
+        assert txn.stat(env.open_db(b"heads", txn=txn))["entries"] == 0
+    env.close()
+    with opened(tmp_path) as tier:
+        assert all(r.status is Status.OK for r in fetch(tier, NAMESPACE, refs)[0])
 
 
 # What is not ours, and what cannot work
@@ -386,10 +483,10 @@ def test_another_versions_database_is_refused_and_untouched(tmp_path: Path, wher
         tier.add_namespace(NAMESPACE)
         fill(tier, NAMESPACE, 1, 4)
         if where in ("meta", "namespace"):
-            environment = tier._environments[NS_ID]
+            env = tier._environments[NS_ID]
             name, value = (b"format", b"tierkv-disk-9") if where == "meta" else (b"namespace", b'{"shape": 1}')
-            with environment._env.begin(write=True) as txn:
-                txn.put(name, value, db=environment._meta)
+            with env._env.begin(write=True) as txn:
+                txn.put(name, value, db=env._meta)
     directory = tmp_path / "ns" / NS_ID.hex()
     mark = directory / "tierkv.json"
     if where == "mark":
@@ -467,12 +564,12 @@ def test_a_full_disk_is_an_error_and_reads_go_on(tmp_path: Path) -> None:
         (refs,) = fill(tier, NAMESPACE, 1, 8)
         _, more = make_chain(NAMESPACE, 40, seed=1)
         now = [0.0]
-        tier._health._clock = lambda: now[0]
+        tier._health.writes._clock = lambda: now[0]
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, hard))
             statuses = tier.store(NS_ID, more)
             assert statuses[-1] is Status.ERROR
-            assert tier.stat().state == "out" and tier.stat().reason
+            assert tier.stat().state == "read-only" and tier.stat().reason
             assert tier.store(NS_ID, more[:1])[0] is Status.ERROR, "at once, during the back-off"
             assert [r.status for r in fetch(tier, NAMESPACE, refs)[0]] == [Status.OK] * 8
         finally:
@@ -501,16 +598,16 @@ def test_a_full_map_evicts_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     with opened(tmp_path) as tier:
         tier.add_namespace(NAMESPACE)
         fill(tier, NAMESPACE, 4, 8)
-        environment = tier._environments[NS_ID]
-        put, calls = environment.put, []
+        env = tier._environments[NS_ID]
+        put, calls = env.put, []
 
-        def full_once(records: list[object]) -> list[Status]:
+        def full_once(records: list[object], now: float) -> list[object]:
             calls.append(len(records))
             if len(calls) == 1:
                 raise lmdb.MapFullError("put")
-            return put(records)  # type: ignore[arg-type]
+            return put(records, now)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(environment, "put", full_once)
+        monkeypatch.setattr(env, "put", full_once)
         fill(tier, NAMESPACE, 1, 8, first_seed=9)
         assert len(calls) == 2
         assert tier.stat().num_evicted == 16
@@ -603,3 +700,31 @@ def test_wrong_size_is_an_error(tmp_path: Path) -> None:
         tier.add_namespace(NAMESPACE)
         record = make_record(NAMESPACE, bytes(32), bytes(32), bytes(32), 0)
         assert tier.store(NS_ID, [record._replace(data=record.data[:-4096])]) == [Status.ERROR]
+
+
+def test_memory_that_was_written_from_is_kept() -> None:
+    """Page faults of a transaction's worth of allocations, again and again."""
+    program = """
+import resource, sys
+import ctypes
+from tierkv.tiers.disk_memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+for turn in range(12):
+    if turn == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(1 << 20) for _ in range(8)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 20)
+    for block in blocks:
+        libc.free(block)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = {
+        mode: int(subprocess.run([sys.executable, "-c", program, mode], capture_output=True, check=True).stdout)
+        for mode in ("keep", "give back")
+    }
+    assert faults["keep"] < 500
+    assert faults["give back"] > 10 * faults["keep"]

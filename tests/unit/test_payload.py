@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import tracemalloc
 
+import msgspec
+import numpy as np
 import pytest
 import xxhash
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from records import make_namespace, make_record, payload_of
 from tierkv.payload import (
+    CODEC_RAW,
+    CODEC_SHUFFLE_ZSTD,
     FORMAT_VERSION,
     HEADER_NBYTES,
     BadRecordError,
@@ -19,8 +26,10 @@ from tierkv.payload import (
     checksum,
     open_record,
     record_nbytes,
+    unpack_stored,
 )
 from tierkv.tiers.base import Ref, deliver
+from tierkv.tiers.compression import Codec, element_nbytes
 
 HEADER = Header(
     layout_id=bytes(range(16)),
@@ -172,3 +181,100 @@ def test_records_fill_whole_pages(payload_nbytes: int) -> None:
     nbytes = record_nbytes(payload_nbytes)
     assert (nbytes + 16) % 4096 == 0
     assert HEADER_NBYTES + payload_nbytes <= nbytes < HEADER_NBYTES + payload_nbytes + 4096
+
+
+# Codec 1
+
+
+WIDTHS = (1, 2, 4, 8)
+
+
+def test_a_compressed_header_says_so_and_is_no_raw_one() -> None:
+    packed = HEADER.pack(CODEC_SHUFFLE_ZSTD, 1234)
+    assert packed[10] == 1
+    assert struct.unpack_from("<QQ", packed, 176) == (HEADER.raw_nbytes, 1234)
+    assert unpack_stored(packed) == (HEADER, CODEC_SHUFFLE_ZSTD, 1234)
+    assert unpack_stored(HEADER.pack()) == (HEADER, CODEC_RAW, HEADER.raw_nbytes)
+    with pytest.raises(ForeignRecordError, match="codec 1"):
+        Header.unpack(packed)
+
+
+def test_the_codec_is_golden() -> None:
+    """Planes of the elements' bytes, the first bytes first, in one zstd frame: any zstd reads it."""
+    payload = bytes(range(8)) * 512
+    data = Codec(4096, 2).compress(memoryview(payload))
+    assert data is not None
+    planes = zstandard.ZstdDecompressor().decompress(data)
+    assert planes == bytes((0, 2, 4, 6)) * 512 + bytes((1, 3, 5, 7)) * 512
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(min_size=1, max_size=64), st.sampled_from(WIDTHS), st.integers(1, 4), st.integers(1, 40))
+def test_what_is_compressed_is_restored(seed: bytes, width: int, num_parts: int, elements: int) -> None:
+    part = width * elements
+    payload = (seed * (part * num_parts))[: part * num_parts]
+    codec = Codec(len(payload), width)
+    data = codec.compress(memoryview(payload))
+    assert data is None or len(data) < len(payload)
+    if data is not None:
+        room = bytearray(len(payload))
+        codec.restore(data, [memoryview(room)[i : i + part] for i in range(0, len(room), part)])
+        assert room == payload
+
+
+def test_noise_is_not_compressed() -> None:
+    assert Codec(64 << 10, 2).compress(memoryview(payload_of(KEY, 64 << 10))) is None
+
+
+def test_kv_like_bfloat16_gets_smaller_by_a_quarter_and_shuffling_is_why() -> None:
+    values = np.random.Generator(np.random.PCG64(1)).standard_normal(1 << 18).astype(np.float32)
+    payload = memoryview((values.view(np.uint32) >> 16).astype(np.uint16)).cast("B")
+    shuffled, plain = Codec(len(payload), 2).compress(payload), Codec(len(payload), 1).compress(payload)
+    assert shuffled is not None and len(payload) / len(shuffled) > 1.25
+    assert plain is None or len(plain) > 1.05 * len(shuffled)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_other_bytes_are_no_frame(data: bytes) -> None:
+    with pytest.raises(BadRecordError):
+        Codec(4096, 2).restore(data, [memoryview(bytearray(4096))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_damaged_frame_raises_or_gives_bytes_for_the_checksum_to_refuse(data: st.DataObject) -> None:
+    payload = bytes(range(256)) * 16
+    frame = bytearray(Codec(4096, 2).compress(memoryview(payload)) or b"")
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= 1 << data.draw(st.integers(0, 7))
+    room = bytearray(4096)
+    with contextlib.suppress(BadRecordError):
+        Codec(4096, 2).restore(frame, [memoryview(room)])
+        assert len(room) == 4096
+    with pytest.raises(BadRecordError):
+        Codec(4096, 2).restore(bytes(frame[:at]), [memoryview(room)])
+
+
+def test_a_frame_of_another_size_is_refused_before_anything_is_allocated() -> None:
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(256 << 20))
+    unsized = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(4096))
+    tracemalloc.start()
+    for data in (bomb, unsized, zstandard.ZstdCompressor().compress(bytes(4095))):
+        with pytest.raises(BadRecordError, match="not 4096"):
+            Codec(4096, 2).restore(data, [memoryview(bytearray(4096))])
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    good = zstandard.ZstdCompressor().compress(bytes(4096))
+    with pytest.raises(BadRecordError):
+        Codec(4096, 2).restore(good + b"more", [memoryview(bytearray(4096))])
+
+
+@pytest.mark.parametrize(
+    "dtype, width",
+    [("bfloat16", 2), ("float16", 2), ("float32", 4), ("float64", 8), ("fp8_e4m3", 1), ("uint8", 1), ("", 1)],
+)
+def test_the_width_of_an_element(dtype: str, width: int) -> None:
+    layout = msgspec.structs.replace(NAMESPACE.layout, dtype=dtype)
+    assert element_nbytes(layout, 4096) == width
+    assert element_nbytes(layout, 4095) == 1

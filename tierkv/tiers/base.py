@@ -270,11 +270,13 @@ class Tier(Protocol):
     def match(self, ns_id: bytes, refs: Sequence[Ref]) -> list[bool]:
         """Return for each ref whether it is stored here now. Touches nothing: only reads renew life."""
 
-    def fetch(self, ns_id: bytes, refs: Sequence[Ref], sink: Sink, *, quiet: bool = False) -> list[Fetched]:
+    def fetch(
+        self, ns_id: bytes, refs: Sequence[Ref], sink: Sink, *, quiet: bool = False, keep: bool = False
+    ) -> list[Fetched]:
         """Copy payloads into the buffers that ``sink`` gives, verified there, and note their use.
 
         A buffer whose result is not ``Status.OK`` may hold anything. ``quiet``: a read of our own (copying to another
-        tier, verifying): it renews nothing and counts no hit or miss.
+        tier, verifying): it renews nothing and counts no hit or miss. ``keep``: what is damaged stays where it is.
         """
 
     def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
