@@ -47,28 +47,35 @@ class Driver:
         return os.getpid()
 
     def run(
-        self, prompts: list[list[int]], max_tokens: int, salt: str | None = None, batch: bool = False
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str | None = None,
+        batch: bool = False,
+        params: Any = None,
     ) -> list[dict[str, Any]]:
         """Run prompts greedily, together or one at a time, and return their answers."""
         names = []
         for prompt in prompts:
             self._count += 1
             names.append(f"run{self._count}")
-            self.add(names[-1], prompt, max_tokens, salt)
+            self.add(names[-1], prompt, max_tokens, salt, params)
             if not batch:
                 self._finish(names[-1:])
         self._finish(names)
         return [self._finished.pop(name) for name in names]
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, salt: str | None = None) -> None:
-        """Add a request; :meth:`step` runs it."""
+    def add(self, name: str, prompt: list[int], max_tokens: int, salt: str | None = None, params: Any = None) -> None:
+        """Add a request, with its ``kv_transfer_params``; :meth:`step` runs it."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=4, detokenize=False)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=4, detokenize=False)
+        if params is not None:
+            sampling.extra_args = {"kv_transfer_params": params}
         request: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             request["cache_salt"] = salt
-        self._llm.llm_engine.add_request(name, request, params)
+        self._llm.llm_engine.add_request(name, request, sampling)
 
     def step(self, num: int = 1) -> dict[str, dict[str, Any]]:
         """Step ``num`` times and return the answers of the requests that have finished and were not returned yet."""
@@ -250,6 +257,7 @@ class Driver:
                 "others": [{str(t): p.logprob.hex() for t, p in row.items()} for row in completion.logprobs],
                 "cached": output.num_cached_tokens,
                 "reason": completion.finish_reason,
+                "told": output.kv_transfer_params,
             }
 
     def _finish(self, names: Sequence[str]) -> None:

@@ -26,6 +26,8 @@ START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 90.0
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
+#: Tests of the shared tier do not wait for a second use.
+THROUGH = {"shared": "through"}
 VOCAB = 2048
 
 #: One compute thread an engine: results do not depend on how many cores there are.
@@ -70,6 +72,7 @@ class Answer(NamedTuple):
         others: per token, the log probabilities of the likeliest tokens.
         cached: tokens of the prompt that were not computed.
         reason: why it ended.
+        told: its ``kv_transfer_params``.
     """
 
     tokens: list[int]
@@ -77,6 +80,7 @@ class Answer(NamedTuple):
     others: list[dict[str, str]]
     cached: int
     reason: str
+    told: dict[str, Any] | None = None
 
     @property
     def bits(self) -> tuple[list[int], list[str], list[dict[str, str]]]:
@@ -185,10 +189,15 @@ class Engine:
     # -- commands with types
 
     def run(
-        self, *prompts: Sequence[int], max_tokens: int = 8, salt: str | None = None, batch: bool = False
+        self,
+        *prompts: Sequence[int],
+        max_tokens: int = 8,
+        salt: str | None = None,
+        batch: bool = False,
+        params: Any = None,
     ) -> list[Answer]:
-        """Run prompts greedily, one at a time or together."""
-        answers = self.call("run", prompts=list(prompts), max_tokens=max_tokens, salt=salt, batch=batch)
+        """Run prompts greedily, one at a time or together, with ``kv_transfer_params``."""
+        answers = self.call("run", prompts=list(prompts), max_tokens=max_tokens, salt=salt, batch=batch, params=params)
         return [Answer(**answer) for answer in answers]
 
     def one(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None) -> Answer:

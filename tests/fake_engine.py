@@ -25,6 +25,7 @@ from tierkv.launcher import Launcher
 from tierkv.layout import LayerGroup, Layout, Namespace, Shard
 from tierkv.messages import Hello, HostEntry, HostStat, StoreItem
 from tierkv.pool import HostPool, PoolShape, Segment
+from tierkv.transport import Address
 
 TIMEOUT_S = 20.0
 
@@ -74,12 +75,12 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = TIMEOUT_S, what:
 
 
 class FakeEngine:
-    """An engine connected to the store server at ``socket_path``.
+    """An engine connected to the store server at ``address``.
 
     One thread (the test's) plays the scheduler; the client's reader thread answers pushes.
 
     Args:
-        socket_path: the server's socket.
+        address: where the server is; a path is that of its unix socket.
         namespace: what its payloads mean.
         num_slots: slots of its host pool.
         engine_id: its name in listings.
@@ -93,7 +94,7 @@ class FakeEngine:
 
     def __init__(
         self,
-        socket_path: Path,
+        address: Address | Path,
         namespace: Namespace | None = None,
         num_slots: int = 64,
         engine_id: str = "fake-engine",
@@ -110,6 +111,7 @@ class FakeEngine:
         self.engine_id = engine_id
         self.counters: Counter[str] = Counter()  #: in chunks, named as an engine names them
         self.last_sources: list[str] = []  #: where the chunks of the last :meth:`get` came from
+        self.orders: list[bytes] = []  #: what operators said of sessions
         self.mute = False  #: answer no push before this is False again
         about: dict[str, Any] = {
             "version": __version__,
@@ -118,16 +120,16 @@ class FakeEngine:
             "pid": os.getpid(),
         } | hello
         self.client = StoreClient(
-            socket_path,
+            address,
             Hello(namespace=self.namespace, shape=self.shape, **about),
-            self.pool.fds(),
+            self.pool,
             launcher,
             self._pushed,
         )
         try:
             self.welcome = self.client.start()
             if self.welcome is None:
-                raise TimeoutError(f"no store server answers at {socket_path}")
+                raise TimeoutError(f"no store server answers at {address}")
         except BaseException:
             self.close()
             raise
@@ -293,6 +295,9 @@ class FakeEngine:
             count = sum(self._has(key) for key in keys)
             self.client.drop(keys, self.index.dropped)
             return str(count).encode()
+        if what == "session":
+            self.orders.append(body)
+            return b"1"
         if what == "stat":
             return msgspec.json.encode(self._stat())
         return b""

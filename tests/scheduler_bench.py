@@ -23,9 +23,10 @@ from tierkv.config import EngineConfig
 from tierkv.hostindex import Entry, Fetch
 from tierkv.keys import anchor_index, chain_keys, root_key
 from tierkv.layout import LayerGroup, Layout
-from tierkv.messages import StoreItem
+from tierkv.messages import COMPUTED, StoreItem
 from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.rendezvous import Offer
+from tierkv.sessions import SessionTurn
 from tierkv_connector import scheduler as scheduler_module
 from tierkv_connector import spill as spill_module
 from tierkv_connector.metadata import LoadJob, StoreJob, TierKVMetadata, TierKVWorkerMetadata
@@ -105,14 +106,22 @@ class FakeClient:
         self.log: list[tuple[Any, ...]] = []
         self.lanes: list[deque[Command]] = [deque() for _ in range(NUM_LANES)]
         self.stores: deque[tuple[list[StoreItem], Callable[[bytes | None], None]]] = deque()
+        self.uses: deque[tuple[list[bytes], Callable[[bytes | None], None]]] = deque()
+        self.known: set[bytes] | None = None  # what the filter of stored keys says, if there is one
+        self.spill: dict[str, str] = {"disk": "through", "shared": "through"}
         self.lost: list[Fetch] = []
         self.up = True
         self._lane = 0
 
     # -- what the scheduler half calls
 
+    num_bad = 0
+
     def connected(self) -> bool:
         return self.up
+
+    def denies(self, key: bytes) -> bool:
+        return self.known is not None and key not in self.known
 
     def next_lane(self) -> int:
         self._lane = (self._lane + 1) % NUM_LANES
@@ -143,6 +152,16 @@ class FakeClient:
         else:
             done(None if items else b"")
 
+    def use(self, start: int, anchor: bytes, keys: Sequence[bytes], reply: Callable[[bytes | None], None]) -> None:
+        self.log.append(("use", 0, start, anchor, tuple(keys)))
+        if self.up:
+            self.uses.append((list(keys), reply))
+        else:
+            reply(None)
+
+    def turn(self, turn: SessionTurn) -> None:
+        self.log.append(("turn", turn))
+
     def drop(self, keys: Sequence[bytes], dropped: set[bytes]) -> None:
         self.log.append(("drop", tuple(keys)))
         dropped.update(keys)
@@ -170,8 +189,9 @@ class FakeClient:
                 if command.fetch is not None:
                     command.fetch.results = b""
                     self.lost.append(command.fetch)
-        while self.stores:
-            self.stores.popleft()[1](None)
+        for queue_of_others in (self.stores, self.uses):
+            while queue_of_others:
+                queue_of_others.popleft()[1](None)
 
     def end_leases(self) -> None:
         """Note that the server cannot write the slots of lost fetches any more."""
@@ -199,11 +219,20 @@ class Request:
         self.recved = False
         self.failed = False
         self.epoch = 0
+        self.root = b""
+        self.kv_transfer_params: object = None
+        self.num_prompt_tokens = len(tokens)
+        self.begun: int | None = None  # tokens that were there when it ran first
+        self.loaded: Counter[str] = Counter()  # of these, those that were loaded, by the tier that gave them
         self._hashes: list[bytes] = []
 
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -344,6 +373,7 @@ class Bench:
         self.split_reports = 0.3
         self.origins: dict[tuple[int, int], str] = {}  # (slot, generation) -> tier that its payload came from
         self.hits: Counter[str] = Counter()
+        self.told: list[dict[str, Any]] = []  # what requests were answered about their hints
         self.num_claimed = self.num_loaded_chunks = self.num_none = 0
         self._num_added = 0
         self._num_checked = 0
@@ -389,9 +419,27 @@ class Bench:
         request = self.new_request(self.random_tokens(), self.rng.choice(("", "", "", "other")))
         request.skip_reading_prefix_cache = self.rng.random() < 0.04
         request.pooling_params = object() if self.rng.random() < 0.04 else None
+        request.kv_transfer_params = self.random_params()
         keys = self.add(request)
         for key in keys[: self.rng.choice((0, 0, len(keys), len(keys), self.rng.randint(0, len(keys))))]:
             self.stored.setdefault(key, self.rng.choice((b"d", b"s")))
+
+    def random_params(self) -> object:
+        """Hints as applications send them: right, wrong, or none."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return rng.choice((None, None, {}, {"other": 1}, {"tierkv": {}}, {"tierkv": "nonsense"}))
+        possible: dict[str, tuple[object, ...]] = {
+            "session": ("a", "b", "c", "", 7),
+            "priority": (-9, -1, 0, 2, "high", True),
+            "retain_s": (0.2, 5, 1e9, -1, float("nan"), "soon"),
+            "release": (True, False, "yes"),
+            "store": ("none", "prompt", "all", "all", "some", 3),
+            "load": ([], ["host"], ["host", "disk"], ["shared"], "none", ["gpu"], "disk", [["host"]]),
+            "prefetch": ("disk", "host", True, "gpu"),
+            "sesion": ("a",),
+        }
+        return {"tierkv": {name: rng.choice(values) for name, values in possible.items() if rng.random() < 0.5}}
 
     def random_tokens(self) -> list[int]:
         rng = self.rng
@@ -414,6 +462,8 @@ class Bench:
             self.run_load(self.rng.choice(self.pending_loads)[0], ok=self.rng.random() > 0.1)
 
     def op_store_reply(self) -> None:
+        if self.client.uses:
+            self.answer_use(wanted=self.rng.random())
         if self.client.stores:
             self.answer_store()
 
@@ -483,17 +533,31 @@ class Bench:
         """Add a request, and return the keys of its chunks."""
         request.epoch = self.sched._epoch
         root = root_key(IDENTITY, self.sched._epoch_nonce, (request.cache_salt or "").encode())
+        request.root = root
         keys = chain_keys(root, request.prompt_token_ids, CHUNK_TOKENS)
-        for i, key in enumerate(keys):
-            blocks = request.block_hashes[i * BLOCKS_PER_CHUNK : (i + 1) * BLOCKS_PER_CHUNK]
-            self.contents[key] = b"".join(blocks)
+        self._note_contents(request, keys)
         self.keys[request.request_id] = keys
-        if self.sched._epoch:
+        if request.epoch:
             self.private.update(keys)
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.sched.on_new_request(request)
         return keys
+
+    def _note_contents(self, request: Request, keys: Sequence[bytes]) -> None:
+        for i, key in enumerate(keys):
+            blocks = request.block_hashes[i * BLOCKS_PER_CHUNK : (i + 1) * BLOCKS_PER_CHUNK]
+            self.contents[key] = b"".join(blocks)
+
+    def _generate(self, request: Request) -> None:
+        """A token is sampled; it may complete a chunk."""
+        request.tokens.append(1000 + request.num_tokens)
+        keys = self.keys[request.request_id]
+        if request.num_tokens % CHUNK_TOKENS == 0:
+            keys += chain_keys(keys[-1] if keys else request.root, request.tokens[len(keys) * CHUNK_TOKENS :], CHUNK_TOKENS)
+            self._note_contents(request, keys)
+            if request.epoch:
+                self.private.update(keys)
 
     def submit(self, tokens: list[int], salt: str = "", max_outputs: int = 1) -> Request:
         request = self.new_request(tokens, salt, max_outputs)
@@ -508,7 +572,7 @@ class Bench:
             self.waiting.remove(request)
         keeps_blocks = request.status == "loading" and not request.recved
         request.status = "finished"
-        self.sched.request_finished(request)
+        self._check_told(request, self.sched.request_finished(request))
         if not keeps_blocks:
             self._free(request)
 
@@ -629,6 +693,8 @@ class Bench:
             self.waiting.popleft()
             self.running.append(request)
             (resumed if request.num_preemptions else new).append(request)
+            if request.begun is None:
+                request.begun = num_computed
             request.status, request.num_computed = "running", num_computed
             scheduled[request], new_blocks[request] = count, list(request.block_ids)
             self._cache_blocks(request, num_computed + count)
@@ -660,6 +726,8 @@ class Bench:
         assert self.state(request).no_load == request.failed, "a failed load is remembered, another is not"
         if request.failed:
             request.num_computed = 0
+            if request.begun is None:
+                request.loaded.clear()
             self.gpu.give(request.block_ids)
             request.block_ids = []
             return
@@ -740,7 +808,7 @@ class Bench:
             if request.status != "running" or request.num_preemptions != num_preemptions:
                 continue
             if request.num_computed == request.num_tokens:
-                request.tokens.append(1000 + request.num_tokens)
+                self._generate(request)
                 if request.num_tokens - len(request.prompt_token_ids) >= request.max_outputs:
                     self.finish(request)
         self.sched.update_connector_output(output.loaded, output.report)
@@ -820,9 +888,25 @@ class Bench:
                 letters += b"g"
                 continue
             assert self.payload(item.slot) == self.contents[item.key], "a chunk was sent with other bytes"
+            if item.key not in self.stored and self.client.spill["disk"] == "second-use" and item.reason == COMPUTED:
+                letters += b"n"
+                continue
             letters += b"x" if item.key in self.stored else b"o"
             self.stored.setdefault(item.key, b"d")
         done(letters)
+
+    def settle_stores(self) -> None:
+        """Answer what was sent to be stored or told of, and take note of the answers."""
+        while self.client.uses or self.client.stores:
+            while self.client.uses:
+                self.answer_use()
+            while self.client.stores:
+                self.answer_store()
+            self.step()
+
+    def answer_use(self, wanted: float = 1.0) -> None:
+        keys, reply = self.client.uses.popleft()
+        reply(b"".join(b"w" if key not in self.stored and self.rng.random() < wanted else b"." for key in keys))
 
     def push(self, what: str, keys: Sequence[bytes] = ()) -> bytes:
         answer = self.sched._on_push(what, b"".join(keys))
@@ -837,11 +921,15 @@ class Bench:
     def _check_answer(self, request: Request, num_computed: int, answer: tuple[int | None, bool]) -> None:
         sched, count = self.sched, answer[0]
         state = sched.requests.get(request.request_id)
+        if state is not None and not state.tiers:
+            assert answer == (0, False), "a claim for a request that may not load"
+            return
         if state is None or state.no_load or request.skip_reading_prefix_cache or request.epoch != sched._epoch:
             assert answer == (0, False), "a claim for a request that may not have one"
             return
-        keys = self.keys[request.request_id]
-        assert state.keys == keys
+        keys = self.keys[request.request_id][: len(state.keys)]
+        num_prompt_chunks = len(request.prompt_token_ids) // CHUNK_TOKENS
+        assert state.keys == keys and len(keys) >= (0 if request.pooling_params else num_prompt_chunks)
         first = num_computed // CHUNK_TOKENS
         if count is None:
             assert answer == (None, False)
@@ -891,7 +979,13 @@ class Bench:
         self.num_loaded_chunks += len(chunks)
         for i in chunks:
             slot = slots[keys[i]]
-            self.hits[self.origins.pop((slot, int(self.pool.generations[slot])), "host") + "_hits"] += 1
+            origin = self.origins.pop((slot, int(self.pool.generations[slot])), "host")
+            self.hits[origin + "_hits"] += 1
+            if request.begun is None:
+                first = max(num_hits, i * BLOCKS_PER_CHUNK)
+                stop = min(num_hits + ext // BLOCK_TOKENS, (i + 1) * BLOCKS_PER_CHUNK)
+                source = origin if origin in self.state(request).tiers else "host"
+                request.loaded[source] += (stop - first) * BLOCK_TOKENS
 
     def _check_meta(self) -> None:
         for job in self.meta.loads:
@@ -899,10 +993,29 @@ class Bench:
             assert got == self.expected_loads.pop(job.req_id)
         assert not self.expected_loads, "a claimed load was not sent to the workers"
         for job in self.meta.stores:
-            _, state = self.sched.spill.copying[job.job_id]
-            request = self.requests[state.request.request_id]
-            assert request.epoch == self.sched._epoch, "a request that lived through a reset stores nothing"
+            entry = self.sched.spill.copying[job.job_id]
+            assert entry.state == Entry.FILLING, "a request that lived through a reset stores nothing"
             assert 0 not in job.piece.block_ids and job.piece.first == 0
+            owners = [r for r in self.running if set(job.piece.block_ids) <= set(r.block_ids)]
+            assert any(self.state(r).store != "none" for r in owners), "a request that stores nothing stores"
+
+    def _check_told(self, request: Request, told: dict[str, Any] | None) -> None:
+        """Check what a request is answered about its hints."""
+        params = request.kv_transfer_params
+        if request.pooling_params is not None or not (isinstance(params, dict) and "tierkv" in params):
+            assert (told is None) == (not isinstance(params, dict) or "tierkv" not in params)
+            return
+        assert told is not None
+        about = told["tierkv"]
+        hits = about["hit_tokens"]
+        assert set(hits) == {"gpu", "host", "disk", "shared"} and min(hits.values()) >= 0
+        if request.begun is None:
+            assert not any(hits.values())
+        else:
+            assert sum(hits.values()) == request.begun, (hits, request.begun)
+            assert {tier: hits[tier] for tier in ("host", "disk", "shared") if hits[tier]} == +request.loaded
+        assert about["prompt_tokens"] == len(request.prompt_token_ids)
+        self.told.append(about)
 
     def check(self) -> None:
         """Check what must be true between any two calls."""
@@ -914,7 +1027,8 @@ class Bench:
             owners += state.load or ()
         for entries in sched._ended_loads.values():
             owners += entries
-        writers = [e for f in sched._fetching for e in f.entries] + [e for e, _ in sched.spill.copying.values()]
+        owners += sched.spill._saving
+        writers = [e for f in sched._fetching for e in f.entries] + list(sched.spill.copying.values())
         reachable = {id(e): e for e in (*index._entries.values(), *owners, *writers)}
         for entry in reachable.values():
             assert entry.num_pins == sum(e is entry for e in owners), "a pin without an owner"
@@ -934,6 +1048,14 @@ class Bench:
         assert sched._fetch_nbytes == nbytes <= max(scheduler_module.PLAN_NBYTES, PAYLOAD_NBYTES)
         queued = sum(len(items) for items, _ in self.client.stores) * PAYLOAD_NBYTES
         assert queued <= sched.spill.queue.nbytes <= spill_module.STORE_NBYTES
+        for state in sched.requests.values():
+            plan = state.plan
+            if plan is None or state.tiers >= {"disk", "shared"}:
+                continue
+            if state.tiers <= {"host"}:
+                assert plan.match is None and not plan.fetches, "a request asks a tier that it may not load from"
+            elif plan.match is None or plan.match.letters is None:
+                assert not plan.fetches and plan.next == plan.start
         for command in self.client.log[self._num_checked :]:
             self._check_command(*command)
         self._num_checked = len(self.client.log)
@@ -958,10 +1080,12 @@ class Bench:
             assert len(keys) <= most
         elif kind == "drop":
             return
+        elif kind == "turn":
+            keys = [words[0].chain[i : i + 32] for i in range(0, len(words[0].chain), 32)]
         else:
             _, start, anchor, chunks = words
-            keys = [chunk if kind == "match" else chunk[0] for chunk in chunks]
-            assert kind == "match" or len(keys) <= most
+            keys = [chunk if kind in ("match", "use") else chunk[0] for chunk in chunks]
+            assert kind in ("match", "use") or len(keys) <= most
             chains = [chain for chain in self.keys.values() if chain[start : start + len(keys)] == keys]
             assert chains and anchor == chains[0][anchor_index(start)]
         assert self.private.isdisjoint(keys), "the store server was told of what is to stay on this host"
@@ -973,6 +1097,7 @@ class Bench:
             "sent": list(self.client.log),
             "outstanding": [[c.kind for c in queue] for queue in self.client.lanes],
             "stores": len(self.client.stores),
+            "uses": len(self.client.uses),
             "stored": dict(self.stored),
             "pool": hashlib.sha256(self.pool.segments[0].data).digest(),
             "gpu": list(self.gpu.data),
@@ -988,8 +1113,13 @@ class Bench:
             if request.status != "finished":
                 self.finish(request)
         self.late_outputs = False
-        for _ in range(3):
+        rounds = 0
+        while rounds < 3 or self.client.stores or self.client.uses or self.sched.spill._saving:
+            rounds += 1
+            assert rounds < 100, "there is no end of stores"
             self.answer_all()
+            while self.client.uses:
+                self.answer_use()
             while self.client.stores:
                 self.answer_store()
             self.client.end_leases()

@@ -8,6 +8,9 @@ more, and after a back-off the thread connects again, launching a server if this
 
 A FETCH that was under way when its session ended brought nothing, but a server that is merely slow may still write its
 slots: they are released when the session's lease socket ends (see ``tierkv_server.session``).
+
+Where no memory can be shared (TCP), the session is *inline*: payloads travel on the lanes, the reader thread alone
+writes slots (:mod:`tierkv.inline_client`), and there is no lease socket: slots are free when it ends a session.
 """
 
 from __future__ import annotations
@@ -17,25 +20,30 @@ import logging
 import os
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from tierkv.errors import ConfigError, ProtocolError, RefusedError, TierKVError, UnavailableError
+from tierkv.admin_client import AdminClient as AdminClient
+from tierkv.errors import ConfigError, NotAdmittedError, ProtocolError, RefusedError, TierKVError, UnavailableError
+from tierkv.filter import KeyFilter
 from tierkv.health import Health
 from tierkv.hostindex import Fetch
+from tierkv.inline_client import InlineTransfers, merge_letters
 from tierkv.launcher import Launcher
-from tierkv.messages import Hello, StoreItem, Welcome
+from tierkv.messages import MORE_KEYS, WHOLE_FILTER, Hello, StoreItem, Welcome
+from tierkv.pool import HostPool
 from tierkv.resp import Error, Parser, Simple, Value, encode_command
+from tierkv.sessions import SessionTurn
 from tierkv.sizes import format_size
 from tierkv.threads import leave_compute_core
-from tierkv.unix import short_path
+from tierkv.transport import Address, call, connect, read_reply, recv_records, tls_context
 
 logger = logging.getLogger("tierkv")
 
@@ -48,6 +56,9 @@ CONNECT_TIMEOUT_S = 2.0
 #: How long an engine's start waits for a server that it launches.
 LAUNCH_TIMEOUT_S = 15.0
 _RECV_NBYTES = 1 << 18
+_SEND_NBYTES = 1 << 18
+#: Bytes that a lane sends before the others have their turn: payloads of stores do not hold up what requests wait for.
+_TURN_NBYTES = 1 << 20
 
 Reply = Callable[["bytes | None"], None]
 
@@ -61,61 +72,131 @@ class MatchReply:
         self.letters: bytes | None = None
 
 
+class _Command:
+    """What is to be sent on a lane, and who waits for its reply.
+
+    Attributes:
+        lane: index of the lane; ``NUM_LANES`` is that of stores.
+        views: the bytes that are still to be sent.
+        reply: called with the reply, or None where none will come.
+        fetch: of a FETCH.
+        items: of an inline STORE. Its bytes are made when it is its turn; until then evicted ones leave the list.
+        sent_at: when its first bytes were given to the socket; 0 until then.
+    """
+
+    __slots__ = ("fetch", "items", "lane", "reply", "sent_at", "views")
+
+    def __init__(
+        self,
+        lane: int,
+        data: bytes,
+        reply: Reply,
+        fetch: Fetch | None = None,
+        items: list[StoreItem] | None = None,
+    ) -> None:
+        self.lane = lane
+        self.views = [memoryview(data)] if data else []
+        self.reply = reply
+        self.fetch = fetch
+        self.items = items
+        self.sent_at = 0.0
+
+    def no_answer(self) -> None:
+        """Tell that it was never sent: no answer will come, and nobody writes its slots."""
+        if self.fetch is not None:
+            self.fetch.released = True
+        self.reply(None)
+
+
 class _Lane:
     """One connection: what is to be sent, and who waits for which reply, in order."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self.sock = sock
         self.timeout_s = timeout_s
-        self.out: deque[memoryview] = deque()
-        self.waiting: deque[tuple[float, Reply]] = deque()
-        self.replied_at = 0.0  # time of the last reply: a lane is late when nothing comes, not when much is queued
+        self.out: deque[_Command] = deque()
+        self.waiting: deque[_Command] = deque()
+        self.moved_at = 0.0  # of the last bytes that came: a lane is late when nothing comes, not when much is queued
         self.parser = Parser()
+
+    def pending(self) -> bool:
+        """Whether bytes have been taken off the socket that nobody has seen: no event will tell of them."""
+        return isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
+
+    def late(self, now: float) -> bool:
+        return bool(self.waiting) and now - max(self.waiting[0].sent_at, self.moved_at) > self.timeout_s
 
 
 class _Session:
-    """The connections of one HELLO."""
+    """The connections of one HELLO. ``lease`` is None for an inline one."""
 
-    def __init__(self, welcome: Welcome, lanes: list[_Lane], store: _Lane, push: _Lane, lease: socket.socket) -> None:
+    def __init__(
+        self, welcome: Welcome, lanes: list[_Lane], store: _Lane, push: _Lane, lease: socket.socket | None
+    ) -> None:
         self.welcome = welcome
         self.lanes = lanes
         self.store = store
         self.push = push
         self.lease = lease
         self.fetches: set[Fetch] = set()
+        self.known: KeyFilter | None = None  # what the server says is stored; None: ask
+
+    def take_filter(self, message: bytes) -> None:
+        """Take note of a "filter" push.
+
+        Raises:
+            ProtocolError: it is not one.
+        """
+        try:
+            kind, body = msgspec.msgpack.decode(message, type=tuple[int, bytes])
+            if kind == MORE_KEYS and self.known is not None:
+                self.known.add_packed(body)
+            else:
+                self.known = KeyFilter(body) if kind == WHOLE_FILTER else None
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ProtocolError(f"a filter of stored keys makes no sense: {error}") from None
 
     def all_lanes(self) -> list[_Lane]:
         return [*self.lanes, self.store, self.push]
+
+    def is_storing(self, keys: bytes) -> bool:
+        """Return whether a STORE is under way of one of ``keys``, 32 bytes each."""
+        under_way = {item.key for command in self.store.waiting for item in command.items or ()}
+        return any(keys[i : i + 32] in under_way for i in range(0, len(keys), 32))
+
+    def lane(self, index: int) -> _Lane:
+        return self.store if index == NUM_LANES else self.lanes[index]
 
 
 class StoreClient:
     """An engine's client.
 
     Args:
-        socket_path: the server's socket.
-        hello: what the engine says of itself.
-        pool_fds: descriptors of the pool's segments; not owned.
+        address: where the server is; a path is that of its unix socket.
+        hello: what the engine says of itself. Over TCP it is an inline one, whatever it says.
+        pool: the host pool; not owned.
         launcher: starts a server where none answers; None if this engine may not.
         on_push: called on the reader thread with a question's name and body; returns the answer.
     """
 
     def __init__(
         self,
-        socket_path: Path,
+        address: Address | Path,
         hello: Hello,
-        pool_fds: Sequence[int],
+        pool: HostPool,
         launcher: Launcher | None,
         on_push: Callable[[str, bytes], bytes],
     ) -> None:
-        self.health = Health(f"the store server at {socket_path}")
-        self._path = socket_path
-        self._hello = hello
-        self._pool_fds = list(pool_fds)
+        self._address = address if isinstance(address, Address) else Address(path=address)
+        self.health = Health(f"the store server at {self._address}")
+        self._hello = msgspec.structs.replace(hello, inline=True) if self._address.remote else hello
+        self._pool = pool
+        self._inline = InlineTransfers(pool) if self._hello.inline else None
         self._launcher = launcher
         self._on_push = on_push
         self._session: _Session | None = None
         self._old_leases: dict[socket.socket, set[Fetch]] = {}
-        self._commands: deque[tuple[int, bytes, Reply, Fetch | None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -130,7 +211,8 @@ class StoreClient:
     def start(self) -> Welcome | None:
         """Connect, launching a server if need be, and start the reader thread.
 
-        Returns None where no server can be had now: the engine starts without and tries again later.
+        Returns None where no server can be had now, or none that takes this engine's token and whose certificate it
+        trusts: the engine starts without and tries again later.
 
         Raises:
             ConfigError: the server refuses this engine, or cannot run as configured.
@@ -142,6 +224,9 @@ class StoreClient:
                 self._open()
                 assert self._session is not None
                 welcome = self._session.welcome
+            except NotAdmittedError as error:
+                self.health.failed(error)
+                break
             except RefusedError as error:
                 raise ConfigError(str(error)) from None
             except (TierKVError, OSError) as error:
@@ -163,6 +248,11 @@ class StoreClient:
         """Return the boot id of the server of the current session; empty for none."""
         session = self._session
         return session.welcome.boot if session else ""
+
+    @property
+    def num_bad(self) -> int:
+        """Payloads that arrived over a connection with other bytes than were sent, and were misses."""
+        return self._inline.num_bad if self._inline else 0
 
     def next_lane(self) -> int:
         """Return the lane that a new plan is to keep to."""
@@ -189,9 +279,10 @@ class StoreClient:
             if letters is not None:
                 fetch.released = True
 
-        keys = b"".join(e.key for e in fetch.entries)
-        slots = struct.pack(f"<{len(fetch.entries)}I", *(e.slot for e in fetch.entries))
-        self._queue(lane, [b"TKV.FETCH", start, anchor, keys, slots], arrived, fetch)
+        words: list[bytes | int] = [b"TKV.FETCH", start, anchor, b"".join(e.key for e in fetch.entries)]
+        if self._inline is None:
+            words.append(struct.pack(f"<{len(fetch.entries)}I", *(e.slot for e in fetch.entries)))
+        self._queue(lane, words, arrived, fetch)
 
     def store(self, items: Sequence[StoreItem], dropped: set[bytes], done: Reply) -> None:
         """Have chunks stored, except those that an operator evicted in the meantime.
@@ -201,8 +292,11 @@ class StoreClient:
         with self._lock:  # the drop set grows under this lock: an eviction's answer follows these items, or they stay
             items = [item for item in items if item.key not in dropped]
             if items and not self._closed:
-                words = [b"TKV.STORE", msgspec.msgpack.encode(items)]
-                self._commands.append((NUM_LANES, encode_command(words), done, None))
+                if self._inline is None:
+                    words = [b"TKV.STORE", msgspec.msgpack.encode(items)]
+                    self._commands.append(_Command(NUM_LANES, encode_command(words), done))
+                else:
+                    self._commands.append(_Command(NUM_LANES, b"", done, items=list(items)))
         if not items:
             done(b"")
         elif self._closed:
@@ -210,10 +304,38 @@ class StoreClient:
         else:
             self._wake()
 
+    def use(self, start: int, anchor: bytes, keys: Sequence[bytes], reply: Reply) -> None:
+        """Tell that consecutive chunks, the first at position ``start``, were used again.
+
+        ``reply`` is called on the reader thread with a letter a key (``NOTED`` or ``WANTED``), or None.
+        """
+        self._queue(NUM_LANES, [b"TKV.USE", start, anchor, b"".join(keys)], reply, None)
+
+    def turn(self, turn: SessionTurn) -> None:
+        """Tell of a session's request; nobody waits for the answer."""
+        self._queue(NUM_LANES, [b"TKV.TURN", msgspec.msgpack.encode(turn)], lambda _: None, None)
+
+    @property
+    def spill(self) -> dict[str, str]:
+        """When chunks go to each tier (:class:`tierkv.config.Spill`), as the server said; empty without a session."""
+        session = self._session
+        return session.welcome.spill if session else {}
+
+    def denies(self, key: bytes) -> bool:
+        """Return whether the filter of stored keys says that ``key`` is in no tier; False where there is none."""
+        session = self._session
+        return session is not None and session.known is not None and key not in session.known
+
     def drop(self, keys: Sequence[bytes], dropped: set[bytes]) -> None:
-        """Add evicted keys to the drop set, in order with the stores that are queued."""
+        """Add evicted keys to the drop set, in order with the stores that are queued. For the reader thread."""
         with self._lock:
             dropped.update(keys)
+            session = self._session
+            if self._inline is not None:  # their bytes may wait for long: those of evicted keys are not sent at all
+                gone = set(keys)
+                for command in [*self._commands, *(session.store.out if session else ())]:
+                    if command.items is not None and not command.sent_at:
+                        command.items = [item for item in command.items if item.key not in gone]
 
     def close(self) -> None:
         """Leave the server and stop the reader thread. Idempotent."""
@@ -231,11 +353,12 @@ class StoreClient:
         os.close(self._wake_fd)
 
     def _queue(self, lane: int, words: Sequence[bytes | int], reply: Reply, fetch: Fetch | None) -> None:
+        command = _Command(lane, encode_command(words), reply, fetch)
         if self._session is None or self._closed:
-            self._no_answer(reply, fetch)
+            command.no_answer()
             return
         with self._lock:
-            self._commands.append((lane, encode_command(words), reply, fetch))
+            self._commands.append(command)
         self._wake()
 
     def _wake(self) -> None:
@@ -290,30 +413,63 @@ class StoreClient:
         Raises:
             OSError, UnavailableError: nobody answers.
             RefusedError: the server does not want this engine.
+            ConfigError: a file that the address names is not usable.
         """
         socks: list[socket.socket] = []
-        lease, theirs = socket.socketpair()
+        lease: socket.socket | None = None
         try:
-            with theirs:
-                push = self._connect(socks)
-                body = msgspec.json.encode(self._hello)
-                command = encode_command([b"TKV.HELLO", body])
-                socket.send_fds(push, [command], [*self._pool_fds, theirs.fileno()])
-            welcome = msgspec.json.decode(_read_reply(push), type=Welcome)
-            for sock in [self._connect(socks) for _ in range(NUM_LANES + 1)]:
-                _call(sock, [b"TKV.ATTACH", welcome.session])
+            context = tls_context(self._address) if self._address.tls else None
+            for _ in range(NUM_LANES + 2):
+                socks.append(connect(self._address, CONNECT_TIMEOUT_S, context))
+                if len(socks) == 1:
+                    lease = self._say_hello(socks[0])
+                    welcome = msgspec.json.decode(read_reply(socks[0]), type=Welcome)
+                else:
+                    call(socks[-1], [b"TKV.ATTACH", welcome.session])
+            push = socks.pop(0)
             push.sendall(encode_command([b"TKV.SUBSCRIBE"]))  # a push may follow its reply at once: see _pushed
         except BaseException:
-            for sock in [*socks, lease]:
+            for sock in [*socks, *([lease] if lease else [])]:
                 sock.close()
             raise
-        lanes = [_Lane(s, REPLY_TIMEOUT_S) for s in socks[1:-1]]
-        session = _Session(welcome, lanes, _Lane(socks[-1], STORE_TIMEOUT_S), _Lane(push, 0.0), lease)
+        lanes = [self._make_lane(sock) for sock in socks[:-1]]
+        session = _Session(welcome, lanes, _Lane(socks[-1], STORE_TIMEOUT_S), _Lane(push, STORE_TIMEOUT_S), lease)
         for lane in session.all_lanes():
             lane.sock.setblocking(False)
             self._selector.register(lane.sock, selectors.EVENT_READ, lane)
-        self._selector.register(lease, selectors.EVENT_READ, "lease")
+        if lease is not None:
+            self._selector.register(lease, selectors.EVENT_READ, "lease")
         self._session = session
+        self._warn_of_budget(welcome)
+
+    def _say_hello(self, sock: socket.socket) -> socket.socket | None:
+        """Send the hello, with the pool's descriptors where they can travel, and return our end of the lease socket."""
+        command = encode_command([b"TKV.HELLO", msgspec.json.encode(self._hello)])
+        if self._inline is not None:
+            sock.sendall(command)
+            return None
+        lease, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(sock, [command], [*self._pool.fds(), theirs.fileno()])
+            except BaseException:
+                lease.close()
+                raise
+        return lease
+
+    def _make_lane(self, sock: socket.socket) -> _Lane:
+        lane = _Lane(sock, REPLY_TIMEOUT_S)
+        inline = self._inline
+        if inline is not None:
+
+            def place(items: Sequence[Value], nbytes: int) -> list[memoryview] | None:
+                fetch = lane.waiting[0].fetch if lane.waiting else None
+                return inline.place(fetch, items, nbytes) if fetch is not None else None
+
+            lane.parser = Parser(sink=place)
+        return lane
+
+    def _warn_of_budget(self, welcome: Welcome) -> None:
         if self._hello.disk_bytes not in (None, welcome.disk_bytes) and self._warned_of != welcome.disk_bytes:
             self._warned_of = welcome.disk_bytes
             logger.warning(
@@ -323,43 +479,39 @@ class StoreClient:
                 format_size(self._hello.disk_bytes or 0),
             )
 
-    def _connect(self, socks: list[socket.socket]) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        socks.append(sock)
-        sock.settimeout(CONNECT_TIMEOUT_S)
-        with short_path(self._path) as name:
-            sock.connect(name)
-        return sock
-
     def _send_commands(self) -> None:
         with self._lock:
             commands, self._commands = self._commands, deque()
         session = self._session
-        now = time.monotonic()
-        for lane_index, data, reply, fetch in commands:
+        for command in commands:
             if session is None:
-                self._no_answer(reply, fetch)
-                continue
-            lane = session.store if lane_index == NUM_LANES else session.lanes[lane_index]
-            lane.out.append(memoryview(data))
-            lane.waiting.append((now, reply))
-            if fetch is not None:
-                session.fetches.add(fetch)
+                command.no_answer()
+            else:
+                session.lane(command.lane).out.append(command)
         if session:
             for lane in session.all_lanes():
-                if lane.out and not self._flush(lane):
+                if lane.out and not self._flush(session, lane):
                     return
 
-    def _flush(self, lane: _Lane) -> bool:
-        """Send what the socket takes; False if the session ended."""
+    def _flush(self, session: _Session, lane: _Lane) -> bool:
+        """Send what the socket takes, in turns with the other lanes; False if the session ended."""
+        left = _TURN_NBYTES
         try:
-            while lane.out:
-                sent = lane.sock.send(lane.out[0])
-                if sent < len(lane.out[0]):
-                    lane.out[0] = lane.out[0][sent:]
-                    break
-                lane.out.popleft()
-        except BlockingIOError:
+            while lane.out and left > 0:
+                command = lane.out[0]
+                if not command.sent_at:
+                    self._begin(session, lane, command)
+                while command.views and left > 0:
+                    view = command.views[0]
+                    sent = lane.sock.send(view[:_SEND_NBYTES])
+                    left -= sent
+                    if sent == len(view):
+                        command.views.pop(0)
+                    else:
+                        command.views[0] = view[sent:]
+                if not command.views:
+                    lane.out.popleft()
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as error:
             self._end(error)
@@ -369,24 +521,48 @@ class StoreClient:
             self._selector.modify(lane.sock, wanted, lane)
         return True
 
+    def _begin(self, session: _Session, lane: _Lane, command: _Command) -> None:
+        """A command's first bytes are about to be sent: from now on its reply is awaited."""
+        if command.items is not None and self._inline is not None:
+            command.views, kept = self._inline.pack(command.items)
+            done = command.reply
+            command.reply = lambda letters: done(merge_letters(letters, kept))
+        command.sent_at = time.monotonic()
+        lane.waiting.append(command)
+        if command.fetch is not None:
+            session.fetches.add(command.fetch)
+
     def _service_lane(self, lane: _Lane, events: int) -> None:
         session = self._session
         if session is None or lane not in session.all_lanes():
             return
-        if events & selectors.EVENT_WRITE and not self._flush(lane):
+        if events & selectors.EVENT_WRITE and not self._flush(session, lane):
             return
         if not events & selectors.EVENT_READ:
             return
         try:
-            data = lane.sock.recv(_RECV_NBYTES)
-            if not data:
-                raise UnavailableError("it closed the connection")
-            for value in lane.parser.feed(data):
-                self._take(session, lane, value)
-        except BlockingIOError:
+            self._receive(session, lane)
+            while self._session is session and lane.pending():
+                self._receive(session, lane)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except (OSError, TierKVError) as error:
             self._end(error)
+
+    def _receive(self, session: _Session, lane: _Lane) -> None:
+        """Take what has arrived: payloads go to their slots, and values to who waits for them."""
+        space = lane.parser.space()
+        if space is not None:
+            nbytes = recv_records(lane.sock, space)
+            values = lane.parser.filled(nbytes)
+        else:
+            data = lane.sock.recv(_RECV_NBYTES)
+            nbytes, values = len(data), lane.parser.feed(data)
+        if not nbytes:
+            raise UnavailableError("it closed the connection")
+        lane.moved_at = time.monotonic()
+        for value in values:
+            self._take(session, lane, value)
 
     def _take(self, session: _Session, lane: _Lane, value: Value) -> None:
         if lane is session.push:
@@ -394,32 +570,56 @@ class StoreClient:
             return
         if not lane.waiting:
             raise ProtocolError("a reply came that nobody asked for")
-        _, reply = lane.waiting.popleft()
-        lane.replied_at = time.monotonic()
+        command = lane.waiting[0]
         if isinstance(value, Error):  # an answer too: the command brought nothing and writes no slot any more
             logger.warning("the store server refused a command: %s", value)
             value = b"" if lane in session.lanes else None
-        reply(value if isinstance(value, bytes) else None)
+        elif command.fetch is not None and self._inline is not None:
+            value = self._verified(self._inline, command.fetch, value)
+        lane.waiting.popleft()
+        command.reply(value if isinstance(value, bytes) else None)
         if lane in session.lanes:
             session.fetches = {f for f in session.fetches if not f.released}
 
+    def _verified(self, inline: InlineTransfers, fetch: Fetch, value: Value) -> bytes:
+        num_bad = inline.num_bad
+        letters = inline.verified(fetch, value)
+        if inline.num_bad > num_bad:
+            logger.warning(
+                "chunks from %s arrived damaged, and are misses: %d", self._address, inline.num_bad - num_bad
+            )
+        return letters
+
     def _pushed(self, session: _Session, value: Value) -> None:
-        if isinstance(value, Simple):  # the reply to SUBSCRIBE
+        if isinstance(value, Simple):  # the reply to SUBSCRIBE, which nobody awaits, or to an inline client's answer
+            if session.push.waiting:
+                session.push.waiting.popleft()
             return
         if not isinstance(value, list) or len(value) != 3:
             raise ProtocolError("a push is an array of three")
         what, number, body = value
         if not isinstance(what, bytes) or not isinstance(number, int) or not isinstance(body, bytes):
             raise ProtocolError("a push is a name, a number and a body")
-        answer = self._on_push(what.decode(), body)
-        with self._lock:
-            words: list[bytes | int] = [b"TKV.ANSWER", number, answer]
-            self._commands.append((NUM_LANES, encode_command(words), lambda _: None, None))
+        if what == b"filter":
+            session.take_filter(body)
+            answer = b"1"
+        else:
+            answer = self._on_push(what.decode(), body)
+        words: list[bytes | int] = [b"TKV.ANSWER", number, answer]
+        command = _Command(NUM_LANES, encode_command(words), lambda _: None)
+        if self._inline is None:
+            with self._lock:
+                self._commands.append(command)
+        elif what == b"invalidate" and session.is_storing(body):
+            out = session.store.out
+            out.insert(1 if out and out[0].sent_at else 0, command)
+        else:  # past the payloads that wait: drop() has taken from them what must not follow this answer
+            session.push.out.append(command)
 
     def _check_timeouts(self) -> None:
         session, now = self._session, time.monotonic()
         for lane in session.all_lanes() if session else ():
-            if lane.waiting and now - max(lane.waiting[0][0], lane.replied_at) > lane.timeout_s:
+            if lane.late(now):
                 self._end(f"it has not answered for {lane.timeout_s:g} s")
                 return
 
@@ -433,9 +633,18 @@ class StoreClient:
         for lane in session.all_lanes():
             self._selector.unregister(lane.sock)
             lane.sock.close()
-            for _, reply in lane.waiting:
-                reply(None)
-        self._old_leases[session.lease] = {f for f in session.fetches if not f.released}
+            lane.parser = Parser()  # no view of a slot is kept
+            for command in lane.waiting:
+                command.reply(None)
+            for command in lane.out:
+                if not command.sent_at:
+                    command.no_answer()
+        leased = {f for f in session.fetches if not f.released}
+        if session.lease is not None:
+            self._old_leases[session.lease] = leased
+            return
+        for fetch in leased:  # inline: this thread is the writer, and it has let go of the connections
+            fetch.released = True
 
     def _lease_event(self, lease: socket.socket) -> None:
         try:
@@ -455,87 +664,3 @@ class StoreClient:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(lease)
         lease.close()
-
-    @staticmethod
-    def _no_answer(reply: Reply, fetch: Fetch | None) -> None:
-        """Tell that a command was never sent: no answer will come, and nobody writes its slots."""
-        if fetch is not None:
-            fetch.released = True
-        reply(None)
-
-
-def _read_reply(sock: socket.socket) -> bytes:
-    """Read one reply from a blocking socket.
-
-    Raises:
-        RefusedError: the reply is an error.
-        UnavailableError: the connection ended.
-    """
-    parser = Parser()
-    while True:
-        data = sock.recv(_RECV_NBYTES)
-        if not data:
-            raise UnavailableError("the store server closed the connection")
-        for value in parser.feed(data):
-            if isinstance(value, Error):
-                raise RefusedError(value.split(" ", 1)[-1])
-            return value if isinstance(value, bytes) else str(value).encode()
-
-
-def _call(sock: socket.socket, words: Sequence[bytes | str | int]) -> bytes:
-    sock.sendall(encode_command(words))
-    return _read_reply(sock)
-
-
-class AdminClient:
-    """A plain client for tools: one command at a time, over a unix socket.
-
-    Args:
-        path: the server's socket.
-
-    Raises:
-        UnavailableError: nobody answers there.
-    """
-
-    def __init__(self, path: Path, timeout_s: float = 30.0) -> None:
-        self._path = path
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.settimeout(timeout_s)
-        try:
-            with short_path(path) as name:
-                self._sock.connect(name)
-        except OSError as error:
-            self._sock.close()
-            raise UnavailableError(
-                f"no store server answers at {path} ({error.strerror or error}); start one with 'tierkv serve', "
-                f"or name its socket with --server"
-            ) from None
-
-    def call(self, *words: bytes | str | int) -> bytes:
-        """Send a command and return its reply.
-
-        Raises:
-            RefusedError: the server's reply is an error.
-            UnavailableError: the server went away or does not answer.
-        """
-        try:
-            return _call(self._sock, words)
-        except OSError as error:
-            raise UnavailableError(
-                f"the store server at {self._path} does not answer ({error.strerror or error}); it may be stopped or "
-                f"hang: look at its process, or name another socket with --server"
-            ) from None
-
-    def ask(self, command: str, body: Any = None) -> Any:
-        """Send a command with a JSON body and return its JSON reply, decoded."""
-        words = [command] if body is None else [command, msgspec.json.encode(body)]
-        return msgspec.json.decode(self.call(*words))
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def __enter__(self) -> AdminClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

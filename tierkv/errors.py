@@ -15,6 +15,14 @@ class RefusedError(TierKVError):
     """The other side understood the request and will not do it (other version, other shared store, not ours)."""
 
 
+class NotAdmittedError(RefusedError):
+    """A token or a certificate is not taken. It may be once it was changed, on either side."""
+
+
+class NotFoundError(RefusedError):
+    """What was named is not stored."""
+
+
 class ProtocolError(TierKVError):
     """Bytes that are not the protocol. The connection they came from is closed; it cannot be trusted again."""
 

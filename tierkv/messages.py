@@ -9,13 +9,18 @@ import msgspec
 
 from tierkv.layout import Namespace
 from tierkv.pool import PoolShape
+from tierkv.selection import Select as Select
 
 #: Reply letters of FETCH and MATCH, one a key.
 FROM_DISK, FROM_SHARED, MISSING, BAD = b"d", b"s", b"-", b"!"
 #: Reply letters of STORE, one an item.
 STORED, EXISTS, STALE, DROPPED, FAILED, DECLINED = b"o", b"x", b"g", b"b", b"e", b"n"
+#: Why a chunk is offered to be stored: it was computed, used again, or is about to leave the host pool.
+COMPUTED, USED, EVICTED = 0, 1, 2
 #: Reply letters of USE, one a key: noted; a tier would store it now, send it.
 NOTED, WANTED = b".", b"w"
+#: Kinds of "filter" pushes: a whole filter, more keys, none any more (ask).
+WHOLE_FILTER, MORE_KEYS, NO_FILTER = 0, 1, 2
 
 
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +76,7 @@ class StoreItem(msgspec.Struct, frozen=True, array_like=True):
         tenant: 16-byte tenant digest.
         slot, generation: where its payload is; the copy counts only if the generation has not moved.
         tokens: the chunk's token ids, packed, where the user stores them; else empty.
+        reason: why it is offered: ``COMPUTED``, ``USED`` or ``EVICTED``.
     """
 
     key: bytes
@@ -82,6 +88,7 @@ class StoreItem(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     generation: int
     tokens: bytes = b""
+    reason: int = COMPUTED
 
 
 class HostEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -93,6 +100,7 @@ class HostEntry(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     last_used: float
     num_hits: int
+    tenant: bytes = b""
 
 
 class HostStat(msgspec.Struct, frozen=True):
@@ -108,31 +116,3 @@ class HostStat(msgspec.Struct, frozen=True):
     budget: int
     num_evicted: int
     counters: dict[str, int]
-
-
-class Select(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which chunks a listing, a match or an eviction is about.
-
-    Attributes:
-        ns: hex id of a namespace, or the start of one; empty: all.
-        prefix: hex id of a stored prefix, or the start of one; empty: not by prefix.
-        keys: hex keys of a prompt's chunks, per namespace id, ancestors first; empty: not by prompt.
-        tiers: the tiers meant; empty: all.
-        tenant: hex digest of a tenant, or the start of one; empty: all.
-        dry_run: say what would be done, do nothing.
-        everything: with neither prefix nor keys: yes, the whole namespace is meant.
-        force: evict pinned entries too.
-        owner: of a pin.
-        seconds: how long a pin holds, or when entries expire, from now on.
-    """
-
-    ns: str = ""
-    prefix: str = ""
-    keys: dict[str, list[str]] = {}
-    tiers: list[str] = []
-    tenant: str = ""
-    dry_run: bool = False
-    everything: bool = False
-    force: bool = False
-    owner: str = ""
-    seconds: float = 0.0

@@ -122,8 +122,11 @@ class Segment:
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     @classmethod
-    def create(cls, nbytes: int) -> Segment:
-        """Make a segment of ``nbytes`` and fault all of it in, with huge pages where the system gives them."""
+    def create(cls, nbytes: int, populate: bool = True) -> Segment:
+        """Make a segment of ``nbytes`` and fault all of it in, with huge pages where the system gives them.
+
+        Without ``populate`` a page is taken when it is first used.
+        """
         fd = os.memfd_create("tierkv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
@@ -132,7 +135,8 @@ class Segment:
         except BaseException:
             os.close(fd)
             raise
-        _populate(segment.data)
+        if populate:
+            _populate(segment.data)
         return segment
 
     def close(self) -> None:
@@ -143,6 +147,7 @@ class Segment:
             self.data = np.empty(0, dtype=np.uint8)
             with contextlib.suppress(BufferError):  # a view is out: the mapping goes with the last one
                 self._map.close()
+            del self._map
 
 
 def _is_sealed(fd: int) -> bool:

@@ -25,13 +25,15 @@ def main() -> int:
     """Read the configuration, detach from the engine, serve."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig, dec_hook=_decode)
     _detach()
-    from tierkv_server.server import DirectoryInUseError, Server, run_until_signal
+    from tierkv_server.reload import Reloader
+    from tierkv_server.server import DirectoryInUseError, Server
+    from tierkv_server.signals import run_until_signal
 
     try:
         # Only the owner writes to the directory, its log included.
         server = Server(config, on_owned=lambda: log_to(config.disk_dir / "server.log"))
         _silence()
-        run_until_signal(server)
+        run_until_signal(server, Reloader(server))
     except DirectoryInUseError:
         return EXIT_IN_USE
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What people ask of the store: list, locate, evict, statistics, over all tiers and the engines' host pools.
+"""What people ask of a running server: what :mod:`tierkv_server.lister` answers, and evict, pins, statistics.
 
 The host pools live in the engines; the server asks them over their push connections, which idle engines answer too.
 """
@@ -14,155 +14,95 @@ from typing import Any
 import msgspec
 
 from tierkv import __version__
-from tierkv.errors import RefusedError
+from tierkv.errors import NotFoundError, RefusedError
 from tierkv.layout import Namespace
 from tierkv.messages import HostEntry, HostStat, Select
-from tierkv.prefixes import ID_DIGITS, Forest, Node, sum_by_tier
-from tierkv.tiers.base import Ref
-from tierkv_server.service import Service, make_refs
+from tierkv.prefixes import ID_DIGITS, Forest, Node, least_used
+from tierkv.sessions import SessionSelect
+from tierkv.tiers.base import Pin, Ref, Tier
+from tierkv_server.lister import HOST, Lister
+from tierkv_server.service import Service
 from tierkv_server.session import Session
 
 logger = logging.getLogger("tierkv")
 
-HOST = "host"
 #: An engine answers from a thread of its own; one that is stopped must not hold a listing up for long.
 ASK_TIMEOUT_S = 2.0
+#: Ids of pinned chunks that the reply of an eviction names.
+MAX_PINNED_IDS = 100
 
 
-class Inspector:
+class Inspector(Lister):
     """Answers people's questions about a service."""
 
     def __init__(self, service: Service, about: dict[str, Any]) -> None:
+        super().__init__(service)
         self._service = service
         self._about = about
         self._started = time.time()
+        self._silent: set[str] = set()  # sessions that did not answer when they were asked last
 
-    # -- namespaces and forests
+    # -- the engines
 
     def namespaces(self) -> dict[bytes, Namespace]:
         """Return every namespace that a tier or an engine has, by id."""
-        service = self._service
-        found = dict(service.shared.namespaces()) if service.shared else {}
-        found |= service.disk.namespaces()
-        found |= {s.ns_id: s.hello.namespace for s in list(service.sessions.values())}
-        return found
+        return super().namespaces() | {s.ns_id: s.hello.namespace for s in list(self._service.sessions.values())}
 
-    def _chosen(self, select: Select) -> dict[bytes, Namespace]:
-        return {i: n for i, n in self.namespaces().items() if i.hex().startswith(select.ns)}
+    def stores(self, select: Select) -> list[Tier]:
+        """Return the tiers that are meant but for the host pools: those are the engines' own."""
+        names = self.tier_names(select)
+        return [tier for tier in self._service.tiers() if tier.name in names]
 
-    def _tiers(self, select: Select) -> list[str]:
-        known = [HOST, "disk"] + (["shared"] if self._service.shared else [])
-        for name in select.tiers:
-            if name not in known:
-                raise RefusedError(f"tier {name!r} is not here; this server has " + ", ".join(known))
-        return select.tiers or known
-
-    def _forest(self, ns_id: bytes) -> tuple[Forest, dict[bytes, bytes]]:
-        """Return the stored chunks of a namespace over all tiers, and the anchors that the tiers know."""
-        forest, anchors = Forest(), {}
-        for tier in self._service.tiers():
-            for e in tier.entries(ns_id):
-                forest.add(tier.name, e.key, e.parent, e.position, e.num_tokens, e.nbytes, e.num_hits, e.last_used)
-                anchors[e.key] = e.anchor
-        for session, body in self._ask("list", b"", ns_id):
-            nbytes = session.pool.shape.payload_nbytes
-            for h in msgspec.msgpack.decode(body, type=list[HostEntry]):
-                forest.add(HOST, h.key, h.parent, h.position, h.num_tokens, nbytes, h.num_hits, h.last_used)
-        forest.link()
-        return forest, anchors
-
-    def _ask(self, what: str, body: bytes, ns_id: bytes | None = None) -> list[tuple[Session, bytes]]:
+    def ask_engines(self, what: str, body: bytes, ns_id: bytes | None = None) -> list[tuple[Session, bytes]]:
         """Ask the engines (of a namespace) and return the answers that came in time."""
-        sessions = [s for s in list(self._service.sessions.values()) if ns_id in (None, s.ns_id)]
+        sessions = [s for s in list(self._service.sessions.values()) if s.subscribed and ns_id in (None, s.ns_id)]
+        self._silent.intersection_update(list(self._service.sessions))
         asks = [(s, s.ask(what, body)) for s in sessions]
         deadline = time.monotonic() + ASK_TIMEOUT_S
         answers = []
         for session, ask in asks:
             answer = ask.result(max(0.0, deadline - time.monotonic())) if ask else None
             if answer is None:
-                logger.warning("engine %s did not answer %r in time", session.hello.engine_id, what)
+                if session.id not in self._silent:  # once, however often it is asked
+                    logger.warning("engine %s did not answer %r in time", session.hello.engine_id, what)
+                self._silent.add(session.id)
             else:
+                self._silent.discard(session.id)
                 answers.append((session, answer))
         return answers
-
-    # -- list
-
-    def ls(self, select: Select) -> list[dict[str, Any]]:
-        """Return the stored prefixes, one row a last chunk, most recently used first."""
-        tiers = set(self._tiers(select))
-        rows = []
-        for ns_id, namespace in self._chosen(select).items():
-            forest, _ = self._forest(ns_id)
-            for leaf in forest.leaves():
-                if not leaf.key.hex().startswith(select.prefix):
-                    continue
-                row = _row(forest, leaf, ns_id, namespace)
-                if tiers & set(row["tiers"]):
-                    rows.append(row)
-        return sorted(rows, key=lambda row: -row["last_used"])
-
-    def locate(self, select: Select) -> list[dict[str, Any]]:
-        """Return for each chunk of the prompt ``select.keys``, in each namespace, the tiers that have it."""
-        rows = []
-        namespaces = self.namespaces()
-        for ns_hex, hex_keys in select.keys.items():
-            namespace = namespaces.get(bytes.fromhex(ns_hex))
-            if namespace is None:
-                continue
-            keys = [bytes.fromhex(k) for k in hex_keys]
-            chunks = self._locate(bytes.fromhex(ns_hex), keys)
-            run = next((i for i, tiers in enumerate(chunks) if not tiers), len(chunks))
-            rows.append(
-                {
-                    "namespace": ns_hex,
-                    "model": namespace.model,
-                    "chunk_tokens": namespace.layout.chunk_tokens,
-                    "num_chunks": len(keys),
-                    "num_stored": run,
-                    "tokens_stored": run * namespace.layout.chunk_tokens,
-                    "chunks": [
-                        {"id": key.hex()[:ID_DIGITS], "tiers": tiers} for key, tiers in zip(keys, chunks, strict=True)
-                    ],
-                }
-            )
-        return rows
-
-    def _locate(self, ns_id: bytes, keys: Sequence[bytes]) -> list[list[str]]:
-        refs = make_refs(keys, 0, b"")
-        where: list[list[str]] = [[] for _ in keys]
-        for _, answer in self._ask("has", b"".join(keys), ns_id):
-            for i, there in enumerate(answer):
-                if there and HOST not in where[i]:
-                    where[i].append(HOST)
-        for tier in self._service.tiers():
-            for i, there in enumerate(tier.match(ns_id, refs)):
-                if there:
-                    where[i].append(tier.name)
-        return where
 
     # -- evict
 
     def evict(self, select: Select) -> dict[str, Any]:
-        """Remove a prefix, a prompt or a namespace, and say what was removed where.
+        """Remove a prefix, a prompt, a tenant's chunks, what is old, or a namespace, and say what was removed where.
+
+        Pinned chunks stay, and with them their ancestors, unless ``select.force``.
 
         Raises:
-            RefusedError: the selection names nothing in particular, or several things.
+            RefusedError: the selection names nothing in particular, or several things, or what is pinned.
         """
-        if not (select.prefix or select.keys or select.everything):
-            raise RefusedError("nothing was named to evict; name a prefix, token ids or a namespace")
-        if select.everything and len(self._chosen(select)) > 1:
-            raise RefusedError(f"namespace {select.ns!r} fits {len(self._chosen(select))}; write more digits of its id")
-        tiers = self._tiers(select)
+        if not (select.prefix or select.keys or select.everything or select.tenant or _narrows(select)):
+            raise RefusedError("nothing was named to evict; name a prefix, token ids, a tenant or a namespace")
+        if select.everything and not select.tenant and len(self.chosen(select)) > 1:
+            raise RefusedError(f"namespace {select.ns!r} fits {len(self.chosen(select))}; write more digits of its id")
+        tiers = self.tier_names(select)
         total: dict[str, int] = dict.fromkeys(tiers, 0)
         prefixes: list[str] = []
-        nbytes, silent = dict.fromkeys(tiers, 0), set[str]()
-        whole = select.everything and set(tiers) == set(self._tiers(Select()))
-        for ns_id, keys, forest, anchors in self._doomed(select):
-            nodes = [forest.nodes[key] for key in keys]
+        pinned: list[str] = []
+        nbytes, silent, num_pinned = dict.fromkeys(tiers, 0), set[str](), 0
+        all_tiers = set(tiers) == set(self.tier_names(Select()))
+        for ns_id, nodes in self._doomed(select, tiers):
+            kept = [] if select.force else _held(nodes)
+            num_pinned += len(kept)
+            pinned += [n.key.hex()[:ID_DIGITS] for n in kept if n.pins][:MAX_PINNED_IDS]
+            if kept:
+                keep = {n.key for n in kept}
+                nodes = [n for n in nodes if n.key not in keep]
+            whole = select.everything and not select.tenant and not _narrows(select) and all_tiers and not kept
             if select.dry_run:
                 removed = {tier: sum(n.num_copies.get(tier, 0) for n in nodes) for tier in tiers}
             else:
-                removed, mute = self._evict(ns_id, nodes, tiers, whole, anchors)
+                removed, mute = self._evict(ns_id, nodes, tiers, whole, select.force)
                 silent |= mute
             for tier in tiers:
                 total[tier] += removed.get(tier, 0)
@@ -174,46 +114,169 @@ class Inspector:
             "removed": total,
             "nbytes": nbytes,
             "num_removed": sum(total.values()),
+            "num_pinned": num_pinned,
+            "pinned": pinned[:MAX_PINNED_IDS],
             "incomplete": [f"engine {name} did not answer" for name in sorted(silent)] + self._tiers_out(tiers),
         }
 
     def _tiers_out(self, tiers: Sequence[str]) -> list[str]:
         """Return a sentence for each of ``tiers`` that does not answer now."""
         stats = [tier.stat() for tier in self._service.tiers() if tier.name in tiers]
-        return [f"the {s.name} tier is out ({s.reason})" for s in stats if s.state != "up"]
+        return [f"the {s.name} tier is out ({s.reason})" for s in stats if s.state == "out"]
 
-    def _doomed(self, select: Select) -> list[tuple[bytes, list[bytes], Forest, dict[bytes, bytes]]]:
-        """Return what a selection means: for each namespace, the keys to remove, parents first."""
-        found = []
-        for ns_id in self._chosen(select):
-            forest, anchors = self._forest(ns_id)
-            if select.everything:
-                keys = sorted(forest.nodes, key=lambda k: forest.nodes[k].position)
-            elif select.prefix:
+    def _doomed(self, select: Select, tiers: Sequence[str]) -> list[tuple[bytes, list[Node]]]:
+        """Return what a selection means to evict: for each namespace, the chunks, parents first."""
+        forests: dict[bytes, Forest] = {}
+        found: dict[bytes, list[Node]] = {}
+        now = time.time()
+        for ns_id, _, forest in self.forests(select):
+            if select.prefix:
                 key = forest.resolve(select.prefix)
                 keys = forest.own_part(key) if key else []
-            else:
+            elif select.keys:
                 keys = forest.prompt_part([bytes.fromhex(k) for k in select.keys.get(ns_id.hex(), [])])
-            if keys:
-                found.append((ns_id, keys, forest, anchors))
+            else:
+                keys = sorted(forest.nodes, key=lambda k: forest.nodes[k].position)
+            nodes = [n for k in keys if (n := forest.nodes[k]).tenant.hex().startswith(select.tenant)]
+            if select.older_s or select.unused_s:
+                nodes = forest.closed(n for n in nodes if select.ages(now, n.created, n.last_used))
+            if nodes:
+                forests[ns_id], found[ns_id] = forest, nodes
         if select.prefix and len(found) > 1:
             raise RefusedError(f"prefix {select.prefix!r} is in {len(found)} namespaces; name one of them too")
-        return found
+        if select.free_nbytes:
+            named = {(ns_id, node.key) for ns_id, nodes in found.items() for node in nodes}
+
+            def may_go(ns_id: bytes, node: Node) -> bool:
+                return (ns_id, node.key) in named and (select.force or not node.pins)
+
+            found = least_used(forests, tiers, select.free_nbytes, may_go)
+        return list(found.items())
 
     def _evict(
-        self, ns_id: bytes, nodes: Sequence[Node], tiers: Sequence[str], whole: bool, anchors: dict[bytes, bytes]
+        self, ns_id: bytes, nodes: Sequence[Node], tiers: Sequence[str], whole: bool, force: bool
     ) -> tuple[dict[str, int], set[str]]:
         """Remove chunks and return how many each tier had, and the engines that did not answer."""
         removed: dict[str, int] = {}
         silent: set[str] = set()
         if HOST in tiers:  # first: an engine that has answered sends no more stores of these keys
-            engines = [s for s in list(self._service.sessions.values()) if s.ns_id == ns_id]
-            answers = self._ask("invalidate", b"".join(n.key for n in nodes), ns_id)
-            removed[HOST] = sum(int(answer) for _, answer in answers)
-            heard = {s.id for s, _ in answers}
-            silent = {s.hello.engine_id for s in engines if s.id not in heard and s.id in self._service.sessions}
-        refs = [Ref(n.key, anchors.get(n.key, n.key)) for n in nodes]
-        return removed | self._service.evict(ns_id, refs, tiers, whole), silent
+            removed[HOST], silent = self.invalidate(ns_id, [n.key for n in nodes])
+        return removed | self._service.evict(ns_id, _refs(nodes), tiers, whole=whole, force=force), silent
+
+    def invalidate(self, ns_id: bytes, keys: Sequence[bytes]) -> tuple[int, set[str]]:
+        """Have the engines drop chunks; returns how many they had, and the engines that did not answer."""
+        engines = [s for s in list(self._service.sessions.values()) if s.ns_id == ns_id]
+        answers = self.ask_engines("invalidate", b"".join(keys), ns_id)
+        heard = {s.id for s, _ in answers}
+        silent = {s.hello.engine_id for s in engines if s.id not in heard and s.id in self._service.sessions}
+        return sum(int(answer) for _, answer in answers), silent
+
+    def host_keys(self, ns_id: bytes) -> list[bytes]:
+        """Return the keys in the host pools of a namespace's engines."""
+        answers = self.ask_engines("list", b"", ns_id)
+        return list({e.key for _, body in answers for e in msgspec.msgpack.decode(body, type=list[HostEntry])})
+
+    # -- lifetime
+
+    def pin(self, select: Select) -> dict[str, Any]:
+        """Keep a prefix in the disk and shared tiers, its ancestors included, until ``select.seconds`` from now.
+
+        Returns:
+            For each tier the number of its chunks that are pinned, ``num_chunks`` of the prefix, ``until``.
+
+        Raises:
+            RefusedError: no prefix or owner or time is named.
+        """
+        if not select.owner or not select.seconds > 0:
+            raise RefusedError("a pin needs an owner and a time; name both, such as owner 'ops' for 24h")
+        pin = Pin(select.owner, time.time() + select.seconds)
+        ns_id, _, nodes = self.chain(select)
+        refs = _refs(nodes)
+        pinned = {} if select.dry_run else {t.name: sum(t.pin(ns_id, refs, pin)) for t in self.stores(select)}
+        return self._lifetime(select, ns_id, nodes, pinned) | {"owner": pin.owner, "until": pin.until}
+
+    def unpin(self, select: Select) -> dict[str, Any]:
+        """Take the pins of an owner (all owners', if none is named) off a prefix; says how many chunks had one."""
+        ns_id, _, nodes = self.chain(select)
+        refs = _refs(nodes)
+        num = {} if select.dry_run else {t.name: t.unpin(ns_id, refs, select.owner) for t in self.stores(select)}
+        return self._lifetime(select, ns_id, nodes, num)
+
+    def ttl(self, select: Select) -> dict[str, Any]:
+        """Let a prefix's own part expire ``select.seconds`` from now; 0: as the tiers' limits say."""
+        until = time.time() + select.seconds if select.seconds > 0 else 0.0
+        if not (select.prefix or select.keys):
+            raise RefusedError("name one stored prefix, or token ids of one, whose time is to be set")
+        found = self._doomed(select, self.tier_names(select))
+        if not found:
+            raise NotFoundError("nothing stored fits; 'tierkv ls' lists what is stored")
+        if len(found) > 1:
+            raise RefusedError(f"this is stored in {len(found)} namespaces; name one of them too")
+        ns_id, nodes = found[0]
+        refs = _refs(nodes)
+        num = {} if select.dry_run else {t.name: t.expire_at(ns_id, refs, until) for t in self.stores(select)}
+        return self._lifetime(select, ns_id, nodes, num) | {"until": until}
+
+    def _lifetime(self, select: Select, ns_id: bytes, nodes: Sequence[Node], num: dict[str, int]) -> dict[str, Any]:
+        names = [tier.name for tier in self.stores(select)]
+        return {
+            "dry_run": select.dry_run,
+            "id": nodes[-1].key.hex()[:ID_DIGITS],
+            "namespace": ns_id.hex(),
+            "num_chunks": len(nodes),
+            "nbytes": {name: sum(n.nbytes.get(name, 0) for n in nodes) for name in names},
+            "stored": {name: sum(name in n.nbytes for n in nodes) for name in names},
+            "tiers": num,
+            "incomplete": self._tiers_out(names),
+        }
+
+    def usage(self, select: Select) -> list[dict[str, Any]]:
+        """Return what each tenant has in each namespace, a row a tier, largest first."""
+        rows = []
+        for ns_id, namespace in self.chosen(select).items():
+            for tier in self.stores(select):
+                for tenant, usage in tier.usage(ns_id).items():
+                    if tenant.hex().startswith(select.tenant):
+                        about = {"namespace": ns_id.hex(), "model": namespace.model, "tenant": tenant.hex()}
+                        rows.append(about | {"tier": tier.name} | usage._asdict())
+        return sorted(rows, key=lambda row: -row["nbytes"])
+
+    # -- sessions
+
+    def sessions(self, select: SessionSelect) -> list[dict[str, Any]]:
+        """Return the sessions that engines told of, a row each, last noted first."""
+        table = self._service.session_table
+        return table.rows(select, self.namespaces()) if table else []
+
+    def release_session(self, select: SessionSelect) -> dict[str, Any]:
+        """Let go of a session: here, and in the engines' host pools with their next request.
+
+        Raises:
+            RefusedError, NotFoundError: not one session is meant.
+        """
+        table = self._service.session_table
+        if table is None:
+            raise RefusedError("this server keeps no sessions")
+        session = table.release(select)
+        return {"id": session.hex(), "num_engines": self._order(b"r", session)}
+
+    def prefetch_session(self, select: SessionSelect) -> dict[str, Any]:
+        """Bring what the shared tier has of a session's last turn to this node's disk.
+
+        Its next request goes before others that wait for the host pool. Returns how many chunks were looked at.
+
+        Raises:
+            RefusedError, NotFoundError: not one session is meant, or there is no shared tier.
+        """
+        table = self._service.session_table
+        if table is None:
+            raise RefusedError("this server keeps no sessions")
+        session, num_chunks = table.prefetch(select)
+        return {"id": session.hex(), "num_chunks": num_chunks, "num_engines": self._order(b"p", session)}
+
+    def _order(self, order: bytes, session: bytes) -> int:
+        """Tell the engines of an order about a session, and return how many took it."""
+        return sum(answer == b"1" for _, answer in self.ask_engines("session", order + session))
 
     # -- statistics
 
@@ -221,7 +284,7 @@ class Inspector:
         """Return the state of the server, its tiers and its engines."""
         service = self._service
         num_sessions = len(service.sessions)
-        engines = [msgspec.json.decode(body, type=HostStat) for _, body in self._ask("stat", b"")]
+        engines = [msgspec.json.decode(body, type=HostStat) for _, body in self.ask_engines("stat", b"")]
         silent = max(0, num_sessions - len(engines))
         tiers = [_host_row(engines)]
         queued, dropped = service.queued_nbytes(), service.num_dropped()
@@ -238,8 +301,11 @@ class Inspector:
                 "uptime_s": round(time.time() - self._started, 3),
                 "num_engines": len(service.sessions),
                 "num_silent_engines": silent,
-                "num_stale": service.num_stale,
-                "num_unstaged": service.num_unstaged,
+                "num_stale": service.moves.num_stale,
+                "num_unstaged": service.moves.num_unstaged,
+                "num_declined": service.storer.num_declined,
+                "num_joined": service.fetcher.flights.num_joined,
+                "spill": {tier: policy.value for tier, policy in service.moves.spill.policies.items()},
             },
             "tiers": tiers,
             "engines": [msgspec.to_builtins(e) for e in engines],
@@ -250,26 +316,22 @@ class Inspector:
         }
 
 
-def _row(forest: Forest, leaf: Node, ns_id: bytes, namespace: Namespace) -> dict[str, Any]:
-    """Return the row of one prefix. Hits and last use are those of its own part: a neighbour's hit is not its hit."""
-    chain = forest.chain(leaf.key)
-    own = [forest.nodes[key] for key in forest.own_part(leaf.key)]
-    layout = namespace.layout
-    return {
-        "id": leaf.key.hex()[:ID_DIGITS],
-        "key": leaf.key.hex(),
-        "namespace": ns_id.hex(),
-        "model": namespace.model,
-        "depth_chunks": leaf.position + 1,
-        "depth_blocks": (leaf.position + 1) * layout.blocks_per_chunk,
-        "tokens": leaf.position * layout.chunk_tokens + leaf.num_tokens,
-        "num_stored": len(chain),
-        "branch": next((n.key.hex()[:ID_DIGITS] for n in reversed(chain) if len(n.children) > 1), ""),
-        "nbytes": sum_by_tier(chain),
-        "tiers": [t for t in (HOST, "disk", "shared") if any(t in n.nbytes for n in chain)],
-        "hits": max(n.num_hits for n in own),
-        "last_used": max(n.last_used for n in own),
-    }
+def _narrows(select: Select) -> bool:
+    """Return whether the selection picks by age, by last use or by bytes to free."""
+    return bool(select.older_s or select.unused_s or select.free_nbytes)
+
+
+def _held(nodes: Sequence[Node]) -> list[Node]:
+    """Return those of ``nodes`` (parents first) that are pinned, or an ancestor of one that is."""
+    held = {n.key for n in nodes if n.pins}
+    for node in reversed(nodes):
+        if node.key in held:
+            held.add(node.parent)
+    return [n for n in nodes if n.key in held]
+
+
+def _refs(nodes: Sequence[Node]) -> list[Ref]:
+    return [Ref(n.key, n.anchor or n.key) for n in nodes]
 
 
 def _host_row(engines: Sequence[HostStat]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The process: takes the directory's lock, opens the tiers, listens, and leaves when it is told or not needed.
 
-Theory of operation. One thread a connection reads commands and answers them in order; clients that want several
-things at a time use several connections. Threads rather than an event loop: descriptors travel with messages, which
-event-loop transports do not support; LMDB and Redis block; and measured latencies are equal (docs/decisions).
+Theory of operation. One thread a connection reads commands and answers them in order (:mod:`tierkv_server.front`);
+clients that want several things at a time use several connections. Threads rather than an event loop: descriptors
+travel with messages, which event-loop transports do not support; LMDB and Redis block; and measured latencies are equal
+(docs/decisions).
 """
 
 from __future__ import annotations
@@ -11,33 +12,34 @@ import contextlib
 import fcntl
 import logging
 import os
-import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tierkv.errors import ConfigError, ProtocolError
-from tierkv.resp import Error, Parser, Value, encode
+from tierkv.errors import ConfigError
 from tierkv.server_config import ServerConfig
 from tierkv.sizes import format_size
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.shared import SharedTier
-from tierkv.unix import short_path
-from tierkv.urls import redact_url
-from tierkv_server.commands import Commands, Connection, Reply
-from tierkv_server.malloc import keep_freed_memory
-from tierkv_server.service import Service
+from tierkv_server.access import Access
+from tierkv_server.commands import Commands
+from tierkv_server.connection import Connection
+from tierkv_server.front import Front
+from tierkv_server.listener import check_tcp, listen, listen_tcp
+from tierkv_server.node import Node
+from tierkv_server.reload import Reloader
+from tierkv_server.service import Service, make_refs
+from tierkv_server.sessions_table import SessionTable
+
+if TYPE_CHECKING:
+    from tierkv_server.admin.http import AdminServer
+    from tierkv_server.inspect import Inspector
 
 logger = logging.getLogger("tierkv")
 
-MAX_CONNECTIONS = 512
-MAX_FDS = 64
-_RECV_NBYTES = 1 << 18
-#: A client that takes nothing for this long (struct timeval: seconds, microseconds) is cut off.
-_SEND_TIMEOUT = struct.pack("ll", 5, 0)
 #: A server that was launched for an engine waits this long for it to say hello.
 STARTUP_GRACE_S = 60.0
 
@@ -52,72 +54,129 @@ class Server:
     Args:
         config: what to run with.
         on_owned: called when the directory is this server's, before anything in it is opened.
+        listener: a unix socket that listens already, where a service manager made it; owned. It keeps its name.
 
     Raises:
         DirectoryInUseError: another server owns ``disk_dir``.
         ConfigError: the directory, the socket or the URL is not usable.
     """
 
-    def __init__(self, config: ServerConfig, on_owned: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        on_owned: Callable[[], None] = lambda: None,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.config = config
         self._lock_fd = lock_directory(config.disk_dir)
         on_owned()
         self._leave = threading.Event()
-        self._connections: set[Connection] = set()
-        self._guard = threading.Lock()
+        self._at_once = threading.Event()
+        self._made_socket = listener is None
         self._had_engine = False
         self._idle_since = time.monotonic()
-        self._listener: socket.socket | None = None
+        self._listener: Front | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._lock_fd)
-            disk = DiskTier(config.disk_dir, config.disk_bytes)
+            disk = DiskTier(
+                config.disk_dir,
+                config.disk_limits(),
+                sync_interval_s=config.disk.sync_s,
+                on_evict=lambda record: self.service.disk_evicts(record),  # made below
+            )
             undo.callback(disk.close)
-            shared = SharedTier(config.shared_url) if config.shared_url else None
-            self.service = Service(disk, shared)
+            shared = SharedTier(config.shared, config.shared_limits()) if config.shared else None
+            self.service = Service(disk, shared, config.spill())
+            self.service.session_table = SessionTable(self.service.moves, make_refs, config)
             undo.callback(self.service.close)
-            self.commands = Commands(self.service, config, self._leave.set)
-            self._listener = listen(config.socket)
+            check_tcp(config)  # before its files are read: whoever wrote them down wants all mistakes at once
+            self.access = Access(config.listen)
+            self.commands = Commands(self.service, config, self._leave.set, self.access)
+            self.node = Node(self.service, self.commands.inspector, config.disk_dir)
+            undo.callback(self.node.close)
+            self.commands.reload = Reloader(self).reload  # refuses; whoever read a file puts another in its place
+            sockets = [undo.enter_context(listener or listen(config.socket, config.listen.socket_mode))]
+            if self._made_socket:
+                undo.callback(config.socket.unlink, missing_ok=True)
+            sockets += [undo.enter_context(sock) for sock in listen_tcp(config)]
+            self._listener = Front(config.listen, self.access, self.commands, sockets, self._gone, listener)
+            self.admin = make_admin(config, self.commands.inspector, self.access)
             undo.pop_all()
 
     def run(self) -> None:
         """Serve until a signal, SHUTDOWN, or the end of the linger; then give everything back."""
         logger.info("%s", self.describe())
-        accepting = threading.Thread(target=self._accept, name="tierkv-accept", daemon=True)
-        accepting.start()
+        self.node.start()
+        if self._listener is not None:
+            self._listener.start()
+        if self.admin is not None:
+            self.admin.start()
         try:
             while not self._leave.wait(0.2):
                 if self._not_needed():
                     logger.info("the last engine has gone; leaving")
                     break
         finally:
+            self._drain()
             self.close()
 
     def leave(self) -> None:
-        """Make :meth:`run` return soon. Safe in a signal handler."""
+        """Make :meth:`run` return when what is queued is written; the second time, at once."""
+        if self._leave.is_set():
+            self._at_once.set()
         self._leave.set()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the server was told to leave: it stores nothing more."""
+        return self._leave.is_set()
+
+    def reconfigure(self, config: ServerConfig) -> None:
+        """Go on with what may change while a server runs; :class:`tierkv_server.reload.Reloader` sees to the rest."""
+        if self.admin is not None:
+            self.admin.reload(config.listen)
+        if self._listener is not None:
+            self._listener.reload(config.listen)
+        self.config = config
+        self.commands.reconfigure(config)
+        self.service.moves.spill.policies = config.spill()
+        if self.service.session_table:
+            self.service.session_table.reconfigure(config)
+        self.service.disk.set_limits(config.disk_limits())
+        if self.service.shared:
+            self.service.shared.set_limits(config.shared_limits())
+        logger.setLevel(config.log_level.upper())
+
+    def _drain(self) -> None:
+        """Take no more stores and write what is queued, for ``drain_s`` at most."""
+        self._leave.set()
+        self.service.refuse_stores()
+        deadline = time.monotonic() + self.config.drain_s
+        if any(self.service.queued_nbytes().values()):
+            logger.info("writing what is queued before leaving, for %g s at most", self.config.drain_s)
+        while not self._at_once.is_set() and (left := deadline - time.monotonic()) > 0:
+            if self.service.drain(min(left, 0.1)):
+                return
+        queued = {tier: format_size(n) for tier, n in self.service.queued_nbytes().items() if n}
+        if queued:
+            logger.warning("leaving although not everything was written: %s", queued)
 
     def describe(self) -> str:
         """Return the effective configuration in one line, without secrets."""
-        c = self.config
-        shared = f"shared {redact_url(c.shared_url)}" if c.shared_url else "no shared tier"
-        stay = "stays" if c.linger_s is None else f"leaves {c.linger_s:g} s after its last engine"
-        return f"serving on {c.socket}: disk {format_size(c.disk_bytes)} in {c.disk_dir}, {shared}; {stay}"
+        return self.config.describe()
 
     def close(self) -> None:
         """Stop listening, end every session, close the tiers. Idempotent."""
         if self._listener is None:
             return
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._listener = None
-        with contextlib.suppress(FileNotFoundError):
-            self.config.socket.unlink()
-        with self._guard:
-            connections = list(self._connections)
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        if self.admin is not None:
+            self.admin.close()
+        if self._made_socket:
+            with contextlib.suppress(FileNotFoundError):
+                self.config.socket.unlink()
+        self.node.close()
         self.service.close()
         os.close(self._lock_fd)
 
@@ -134,72 +193,37 @@ class Server:
 
     # -- connections
 
-    def _accept(self) -> None:
-        listener = self._listener
-        while listener is not None and not self._leave.is_set():
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                if self._listener is None:
-                    return
-                time.sleep(0.05)  # out of descriptors: those who are here go on
-                continue
-            if not self._admit(sock):
-                sock.close()
-                continue
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-            connection = Connection(sock)
-            with self._guard:
-                self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="tierkv-client", daemon=True).start()
+    @property
+    def _connections(self) -> set[Connection]:
+        return self._listener.connections if self._listener else set()
 
-    def _admit(self, sock: socket.socket) -> bool:
-        """Return whether the peer may use this server: it has our user id (or is root), and there is room."""
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (os.getuid(), 0):
-            logger.warning("a connection of user %d was refused: this server serves user %d", uid, os.getuid())
-            return False
-        return len(self._connections) < MAX_CONNECTIONS
+    def network(self) -> dict[str, int]:
+        """Return the connections there are, and counters since start (:meth:`tierkv_server.front.Front.stat`)."""
+        return self._listener.stat() if self._listener else {}
 
-    def _serve(self, connection: Connection) -> None:
-        parser = Parser(inline=True)
-        try:
-            while not connection.closing:
-                data, fds, _, _ = socket.recv_fds(connection.sock, _RECV_NBYTES, MAX_FDS)
-                connection.fds += fds
-                if not data:
-                    break
-                for value in parser.feed(data):
-                    if value == []:
-                        continue  # as Redis does
-                    reply = self._answer(connection, value)
-                    try:
-                        connection.sock.sendall(encode(reply))
-                    finally:
-                        connection.replied()
-        except ProtocolError as error:
-            with contextlib.suppress(OSError):
-                connection.sock.sendall(encode(Error(f"ERR protocol: {error}")))
-        except OSError:
-            pass
-        finally:
-            self._gone(connection)
-
-    def _answer(self, connection: Connection, value: Value) -> Reply:
-        if not isinstance(value, list) or not value or not all(isinstance(w, bytes) for w in value):
-            raise ProtocolError("a command is an array of bulk strings")
-        return self.commands.run(connection, [word for word in value if isinstance(word, bytes)])
+    @property
+    def tcp_addresses(self) -> list[tuple[str, int]]:
+        """Host and port of every TCP socket that is listened on."""
+        return self._listener.tcp_addresses if self._listener else []
 
     def _gone(self, connection: Connection) -> None:
-        with self._guard:
-            self._connections.discard(connection)
-        connection.sock.close()
-        for fd in connection.take_fds():
-            os.close(fd)
         if connection.owns_session and connection.session:
             self.service.close_session(connection.session)
             self._had_engine, self._idle_since = True, time.monotonic()  # it may have come and gone between two looks
             logger.info("engine %s left", connection.session.hello.engine_id)
+
+
+def make_admin(config: ServerConfig, inspector: Inspector, access: Access) -> AdminServer | None:
+    """Return the admin HTTP server, which listens and does not serve yet; None where none is configured.
+
+    Raises:
+        ConfigError: its address cannot be had.
+    """
+    if config.http is None:
+        return None
+    from tierkv_server.admin.http import AdminServer  # an event loop and a web framework: only where they are used
+
+    return AdminServer(config.http, config.listen, inspector, access)
 
 
 def lock_directory(directory: Path) -> int:
@@ -229,50 +253,3 @@ def lock_directory(directory: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
-
-
-def listen(path: Path) -> socket.socket:
-    """Return a unix socket that listens on ``path``, mode 0600. The caller has the directory's lock.
-
-    A path longer than the kernel takes (107 bytes) is reached through the descriptor of its directory.
-
-    Raises:
-        ConfigError: the path is not usable, or something that is no socket stands there.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if path.is_socket():
-            _check_stale(path)
-            path.unlink()
-        elif path.exists():
-            raise ConfigError(f"socket={str(path)!r} is something that is no socket; remove it or set another path")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with short_path(path) as name:
-            old = os.umask(0o177)
-            try:
-                listener.bind(name)
-            finally:
-                os.umask(old)
-        listener.listen(128)
-    except OSError as error:
-        raise ConfigError(f"socket={str(path)!r} cannot be used: {error.strerror or error}; set another path") from None
-    return listener
-
-
-def _check_stale(path: Path) -> None:
-    """Refuse to take a socket on which somebody answers."""
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with probe, short_path(path) as name:
-        try:
-            probe.connect(name)
-        except OSError:
-            return
-    raise ConfigError(f"socket={str(path)!r} belongs to a server that is running; set another path")
-
-
-def run_until_signal(server: Server) -> None:
-    """Run a server in this process until SIGTERM, SIGINT, SIGHUP or the end of its linger."""
-    keep_freed_memory()
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda *_: server.leave())
-    server.run()

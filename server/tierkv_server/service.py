@@ -1,64 +1,60 @@
-"""The service behind the commands that engines send: match, fetch and store over the tiers.
+"""The service behind the commands that engines send: match, fetch, store and evict over the tiers.
 
-Knows nothing of sockets. Every method may be called from several threads.
+Knows nothing of sockets. Every method may be called from several threads. What moves between the tiers is in
+:mod:`~tierkv_server.moves`, :mod:`~tierkv_server.fetch` and :mod:`~tierkv_server.store`.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-
-from tierkv.config import COMMAND_NBYTES, STORE_NBYTES
-from tierkv.errors import UnavailableError
+from tierkv.config import Spill
 from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
-from tierkv.messages import BAD, DROPPED, EXISTS, FAILED, FROM_DISK, FROM_SHARED, MISSING, STALE, STORED, StoreItem
-from tierkv.payload import HEADER_NBYTES, Header, checksum, record_nbytes
-from tierkv.pool import HostPool
-from tierkv.tiers.base import Fetched, Record, Ref, Status, Tier
+from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, StoreItem
+from tierkv.tiers.base import Record, Ref, Tier
+from tierkv_server.events import FETCHED, KEPT, Events
+from tierkv_server.fetch import Fetcher
+from tierkv_server.filters import FilterPublisher
+from tierkv_server.moves import Moves
 from tierkv_server.session import Session
-from tierkv_server.staging import Staging
-from tierkv_server.writer import Job, Loads, Staged, TierWriter
-
-logger = logging.getLogger("tierkv")
-
-_STORE_LETTER = {
-    Status.OK: STORED,
-    Status.EXISTS: EXISTS,
-    Status.DROPPED: DROPPED,
-}
-_MAX_EVICTED = 100_000
+from tierkv_server.sessions_table import SessionTable
+from tierkv_server.store import Storer
 
 
 class Service:
-    """The tiers and what moves between them.
+    """The tiers and the engines that use them.
 
     Args:
         disk: the disk tier; owned.
         shared: the shared tier or None; owned.
+        spill: when chunks go to each tier; by default at once, to both.
+
+    Attributes:
+        on_evicted: called with a namespace id and the chunks that were evicted from every tier by order here (None:
+            all of it), so that other nodes hear of it.
+        on_stored: called with a tier's name, a namespace id and the keys that are stored there now.
+        filters: tells the engines what is stored; set by whoever runs the service.
+        events: what happened lately.
+        session_table: the sessions that engines tell of; set likewise, owned.
     """
 
-    def __init__(self, disk: Tier, shared: Tier | None) -> None:
+    def __init__(self, disk: Tier, shared: Tier | None, spill: Mapping[str, Spill] | None = None) -> None:
         self.disk = disk
         self.shared = shared
         self.sessions: dict[str, Session] = {}
-        self.num_stale = 0  #: stores dropped because the slot was reused while they were copied
-        self.num_unstaged = 0  #: stores dropped because staging memory was full
-        # What both queues may hold, and room for the stores under way: a slow tier never takes that of another.
-        self._staging = Staging(2 * STORE_NBYTES + 8 * COMMAND_NBYTES)
-        self._loads = Loads()
-        self._disk_writer = TierWriter(
-            disk, STORE_NBYTES, COMMAND_NBYTES, self._keep, self._loads
-        )  # what came from the shared tier
-        self._shared_writer = (
-            TierWriter(shared, STORE_NBYTES, COMMAND_NBYTES, self._keep, self._loads) if shared else None
-        )
-        self._evicted: dict[bytes, int] = {}
-        self._evictions = 0
+        self.moves = Moves(disk, shared, spill or dict.fromkeys(("disk", "shared"), Spill.THROUGH))
+        self.fetcher = Fetcher(self.moves)
+        self.storer = Storer(self.moves)
+        self.moves.on_stored = self._stored
+        self.on_evicted: Callable[[bytes, Sequence[Ref] | None], None] = lambda ns_id, refs: None
+        self.on_stored: Callable[[str, bytes, Sequence[bytes]], None] = lambda tier, ns_id, keys: None
+        self.filters: FilterPublisher | None = None
+        self.session_table: SessionTable | None = None
+        self.events = Events()
         self._lock = threading.Lock()
 
     # -- engines
@@ -75,6 +71,11 @@ class Service:
             self.sessions.pop(session.id, None)
         session.end()
 
+    def subscribed(self, session: Session) -> None:
+        """Note that an engine takes pushes from now on."""
+        if self.filters:
+            self.filters.joined()
+
     def add_namespace(self, namespace: Namespace) -> None:
         """Make a namespace known to every tier."""
         for tier in self.tiers():
@@ -82,9 +83,9 @@ class Service:
 
     def tiers(self) -> list[Tier]:
         """Return the tiers, nearest first."""
-        return [self.disk, self.shared] if self.shared else [self.disk]
+        return self.moves.tiers()
 
-    # -- match
+    # -- payloads
 
     def match(self, ns_id: bytes, refs: Sequence[Ref]) -> bytes:
         """Return a letter for each chunk of the longest stored prefix of ``refs``: the tier that has it."""
@@ -97,191 +98,157 @@ class Service:
                 letters[i] = FROM_SHARED
         return b"".join(letters).split(MISSING, 1)[0]
 
-    # -- fetch
-
     def fetch(self, session: Session, refs: Sequence[Ref], slots: Sequence[int]) -> bytes:
-        """Copy payloads into slots of the engine's pool, verified there, and return a letter each.
-
-        Raises:
-            ValueError: a slot is outside of the pool.
-            UnavailableError: the session has ended.
-        """
-        with session.using() as pool, self._loads:
-            if any(not 0 <= slot < pool.shape.num_slots for slot in slots):
-                raise ValueError(f"a slot is outside of the engine's pool of {pool.shape.num_slots}")
-            return self._fetch(session, pool, refs, slots)
-
-    def _fetch(self, session: Session, pool: HostPool, refs: Sequence[Ref], slots: Sequence[int]) -> bytes:
-        ns_id, since = session.ns_id, self._evictions
-        found = self.disk.fetch(ns_id, refs, lambda i: pool.parts(slots[i]))
-        letters = [_fetch_letter(f, FROM_DISK) for f in found]
-        holes = [i for i, f in enumerate(found) if f.status != Status.OK]
-        if holes and self.shared:
-            above = self.shared.fetch(ns_id, [refs[i] for i in holes], lambda j: pool.parts(slots[holes[j]]))
-            for i, fetched in zip(holes, above, strict=True):
-                if fetched.header is not None:
-                    letters[i] = FROM_SHARED
-                    self._promote(session, pool, slots[i], fetched.header, since)
-                elif fetched.status == Status.BAD:
-                    letters[i] = BAD
-        return b"".join(letters)
-
-    def _promote(self, session: Session, pool: HostPool, slot: int, header: Header, since: int) -> None:
-        """Queue a payload that came from the shared tier for this node's disk.
-
-        It is copied when it is written, after the load that waits for it: unless the slot was reused by then.
-        """
-        generation = int(pool.generations[slot])
-
-        def stage() -> Staged | None:
-            try:
-                with session.using() as pool:
-                    staged = self._copy(pool, slot, generation, lambda _: header)
-            except UnavailableError:
-                return None
-            return staged if isinstance(staged, Staged) else None
-
-        nbytes = record_nbytes(pool.shape.payload_nbytes)
-        self._disk_writer.put(Job(session.ns_id, header.key, nbytes, since, stage=stage))
-
-    def _copy(
-        self,
-        pool: HostPool,
-        slot: int,
-        generation: int,
-        describe: Callable[[memoryview], Header],
-        tokens: bytes = b"",
-    ) -> Staged | bytes:
-        """Copy a payload out of its slot to staging memory and put its header before it; a letter where that failed."""
-        payload_nbytes = pool.shape.payload_nbytes
-        buffer = self._staging.take(record_nbytes(payload_nbytes))
-        if buffer is None:
-            self.num_unstaged += 1
-            return DROPPED
-        payload = buffer.data[HEADER_NBYTES : HEADER_NBYTES + payload_nbytes]
-        if not pool.read(slot, generation, payload):
-            buffer.release()
-            self.num_stale += 1
-            return STALE
-        header = describe(payload.data)
-        buffer.data[:HEADER_NBYTES] = np.frombuffer(header.pack(), dtype=np.uint8)
-        buffer.data[HEADER_NBYTES + payload_nbytes :] = 0
-        return Staged(Record(header, buffer.data.data, tokens), buffer)
-
-    # -- store
+        """See :meth:`tierkv_server.fetch.Fetcher.fetch`."""
+        started = time.perf_counter()
+        letters = self.fetcher.fetch(session, refs, slots)
+        self._note(session, "fetch", refs[-1].key if refs else b"", letters, started)
+        return letters
 
     def store(self, session: Session, items: Sequence[StoreItem]) -> bytes:
-        """Copy payloads out of slots and store them; return a letter each.
+        """See :meth:`tierkv_server.store.Storer.store`."""
+        started = time.perf_counter()
+        letters = self.storer.store(session, items)
+        self._note(session, "store", items[-1].key if items else b"", letters, started)
+        return letters
 
-        The disk has them when this returns; the shared tier's writer has them in its queue.
+    def disk_evicts(self, record: Record) -> None:
+        """See :meth:`tierkv_server.store.Storer.disk_evicts`."""
+        self.storer.disk_evicts(record)
+        self.events.note("expel", record.header.ns_id, record.header.key, {"disk": 1})
 
-        Raises:
-            ValueError: a slot is outside of the pool.
-            UnavailableError: the session has ended.
-        """
-        since = self._evictions
-        letters: list[bytes] = [FAILED] * len(items)
-        staged: list[tuple[int, Job]] = []
-        with session.using() as pool:
-            for item in items:
-                if not 0 <= item.slot < pool.shape.num_slots:
-                    raise ValueError(f"slot {item.slot} is outside of the engine's pool of {pool.shape.num_slots}")
-            for i, item in enumerate(items):
-                job = self._stage(session, pool, item, since)
-                if isinstance(job, bytes):
-                    letters[i] = job
-                else:
-                    staged.append((i, job))
-        for (i, _), status in zip(staged, self._store_staged([j for _, j in staged]), strict=True):
-            letters[i] = _STORE_LETTER.get(status, FAILED)
-        return b"".join(letters)
+    def _note(self, session: Session, kind: str, last: bytes, letters: bytes, started: float) -> None:
+        names = FETCHED if kind == "fetch" else KEPT
+        chunks = {names[letter]: letters.count(letter) for letter in sorted(set(letters))}
+        seconds = time.perf_counter() - started
+        self.events.note(kind, session.ns_id, last, chunks, engine=session.hello.engine_id, seconds=seconds)
 
-    def _stage(self, session: Session, pool: HostPool, item: StoreItem, since: int) -> Job | bytes:
-        """Copy one payload to staging memory; a letter where that was not to be."""
+    def use(self, session: Session, refs: Sequence[Ref]) -> bytes:
+        """See :meth:`tierkv_server.store.Storer.use`."""
+        return self.storer.use(session, refs)
 
-        def describe(payload: memoryview) -> Header:
-            return Header(
-                layout_id=session.hello.namespace.layout.layout_id(),
-                ns_id=session.ns_id,
-                key=item.key,
-                parent=item.parent,
-                anchor=item.anchor,
-                position=item.position,
-                num_tokens=item.num_tokens,
-                tenant=item.tenant,
-                created=time.time(),
-                raw_nbytes=len(payload),
-                checksum=checksum(payload),
-            )
-
-        staged = self._copy(pool, item.slot, item.generation, describe, item.tokens)
-        if isinstance(staged, bytes):
-            return staged
-        return Job(session.ns_id, item.key, len(staged.record.data), since, staged)
-
-    def _store_staged(self, jobs: Sequence[Job]) -> list[Status]:
-        results = self._disk_writer.write_now(jobs)
-        for job in jobs:
-            assert job.staged is not None
-            if self._shared_writer:
-                self._shared_writer.put(job)
-            job.staged.buffer.release()
-        return results
-
-    def _keep(self, job: Job) -> bool:
-        """Return whether nobody has evicted the job's key since its bytes were read."""
-        return self._evicted.get(job.key, 0) <= job.since
+    def _stored(self, tier: str, ns_id: bytes, keys: Sequence[bytes]) -> None:
+        if self.filters:
+            self.filters.add(ns_id, keys)
+        if self.session_table and tier == self.disk.name:
+            self.session_table.stored(ns_id, keys)
+        self.on_stored(tier, ns_id, keys)
 
     # -- evict
 
-    def evict(self, ns_id: bytes, refs: Sequence[Ref], tiers: Iterable[str], whole: bool) -> dict[str, int]:
+    def evict(
+        self, ns_id: bytes, refs: Sequence[Ref], tiers: Iterable[str], *, whole: bool = False, force: bool = False
+    ) -> dict[str, int]:
         """Remove chunks from the disk and shared tiers among ``tiers`` and return how many each had.
+
+        Other nodes hear of what is removed from both: their disks must not bring it back.
 
         Args:
             refs: the chunks, ancestors first.
-            whole: they are all of the namespace: remove the namespace itself.
+            whole: they are all of the namespace: remove the namespace itself, pinned chunks too.
+            force: remove pinned chunks too.
         """
-        keys = [ref.key for ref in refs]
-        with self._lock:
-            self._evictions += 1
-            if len(self._evicted) > _MAX_EVICTED:
-                self._evicted.clear()
-            self._evicted.update(dict.fromkeys(keys, self._evictions))
+        tiers = set(tiers)
+        self._note_evicted(ns_id, None if whole else [ref.key for ref in refs])
         removed: dict[str, int] = {}
-        for tier, writer in ((self.disk, self._disk_writer), (self.shared, self._shared_writer)):
-            if tier is None or writer is None or tier.name not in tiers:
+        for tier, writer in ((w.tier, w) for w in self.moves.writers()):
+            if tier.name not in tiers:
                 continue
-            with writer.evict(ns_id, keys):
-                removed[tier.name] = tier.drop_namespace(ns_id) if whole else tier.evict(ns_id, refs[::-1])
-        for session in list(self.sessions.values()):
-            if whole and session.ns_id == ns_id:
-                self.add_namespace(session.hello.namespace)
+            with writer.evict(ns_id, None if whole else {ref.key for ref in refs}):
+                if whole:
+                    removed[tier.name] = tier.drop_namespace(ns_id)
+                else:
+                    removed[tier.name] = tier.evict(ns_id, refs[::-1], force=force)
+        if self.shared and {"disk", "shared"} <= tiers:
+            self._publish(ns_id, refs, whole, force)
+        self._remember_namespaces(ns_id if whole else None)
         return removed
+
+    def _publish(self, ns_id: bytes, refs: Sequence[Ref], whole: bool, force: bool) -> None:
+        """Let other nodes hear of what was removed; what a pin kept is not removed there either."""
+        if whole or force:
+            self.on_evicted(ns_id, None if whole else refs)
+            return
+        kept = {e.key for tier in self.tiers() for e in tier.entries(ns_id) if e.pins} if self._has_pins() else set()
+        if gone := [ref for ref in refs if ref.key not in kept]:
+            self.on_evicted(ns_id, gone)
+
+    def _has_pins(self) -> bool:
+        return any(tier.stat().pinned_nbytes for tier in self.tiers())
+
+    def evicted_elsewhere(self, ns_id: bytes, keys: Sequence[bytes] | None) -> None:
+        """Remove from this node what another node's operator evicted; None: the whole namespace."""
+        self._note_evicted(ns_id, keys)
+        with contextlib.ExitStack() as still:
+            for writer in self.moves.writers():
+                still.enter_context(writer.evict(ns_id, None if keys is None else set(keys)))
+            if keys is None:
+                num = self.disk.drop_namespace(ns_id)
+            else:
+                num = self.disk.evict(ns_id, [Ref(key, key) for key in keys], force=True)
+        if num:
+            self.events.note("lost", ns_id, keys[-1] if keys else b"", {"disk": num})
+        self._remember_namespaces(ns_id if keys is None else None)
+
+    def drop_disk(self) -> int:
+        """Empty this node's disk: evictions were missed, and nobody can say which. Returns how many chunks went."""
+        num = 0
+        for ns_id in list(self.disk.namespaces()):
+            self._note_evicted(ns_id, None)
+            with self.moves.disk_writer.evict(ns_id, None):
+                dropped = self.disk.drop_namespace(ns_id)
+            self.events.note("lost", ns_id, b"", {"disk": dropped})
+            num += dropped
+            self._remember_namespaces(ns_id)
+        return num
+
+    def _note_evicted(self, ns_id: bytes, keys: Sequence[bytes] | None) -> None:
+        """Let no bytes that were read before now be stored under these keys."""
+        self.moves.evictions.note(ns_id, keys)
+        if keys is None:
+            self.moves.seen.clear()
+        for key in keys or ():
+            self.moves.seen.discard((ns_id, key))
+
+    def _remember_namespaces(self, dropped: bytes | None) -> None:
+        for session in list(self.sessions.values()):
+            if session.ns_id == dropped:
+                self.add_namespace(session.hello.namespace)
 
     # -- state
 
+    def shared_is_up(self) -> bool:
+        """Return whether there is a shared tier that answers now."""
+        return self.shared is not None and self.shared.stat().state != "out"
+
     def queued_nbytes(self) -> dict[str, int]:
         """Return the bytes that wait to be written, by tier."""
-        writers = {"disk": self._disk_writer, "shared": self._shared_writer}
-        return {name: writer.queued_nbytes for name, writer in writers.items() if writer}
+        return {writer.tier.name: writer.queued_nbytes for writer in self.moves.writers()}
 
     def num_dropped(self) -> dict[str, int]:
         """Return the stores that were dropped because a tier was behind or out, by tier."""
-        writers = {"disk": self._disk_writer, "shared": self._shared_writer}
-        return {name: writer.num_dropped for name, writer in writers.items() if writer}
+        return {writer.tier.name: writer.num_dropped for writer in self.moves.writers()}
+
+    def refuse_stores(self) -> None:
+        """Take no more stores, from now on: they are answered as dropped, and counted."""
+        for writer in self.moves.writers():
+            writer.refusing = True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every queued store is written and return whether it was in time."""
-        writers = [w for w in (self._disk_writer, self._shared_writer) if w]
-        return all([w.drain(timeout_s) for w in writers])
+        """Wait until every queued store is written, and engines know; returns whether it was in time."""
+        done = all([writer.drain(timeout_s) for writer in self.moves.writers()])
+        return (self.filters is None or self.filters.flush(timeout_s)) and done
 
     def close(self) -> None:
         """End all sessions, stop the writers, close the tiers. Idempotent."""
+        if self.filters:
+            self.filters.close()
+        if self.session_table:
+            self.session_table.close()
         for session in list(self.sessions.values()):
             self.close_session(session)
-        for writer in (self._disk_writer, self._shared_writer):
-            if writer:
-                writer.close()
+        for writer in self.moves.writers():
+            writer.close()
         for tier in self.tiers():
             tier.close()
 
@@ -299,9 +266,3 @@ def make_refs(keys: Sequence[bytes], start: int, anchor: bytes) -> list[Ref]:
         at = anchor_index(start + i) - start
         refs.append(Ref(key, keys[at] if at >= 0 else anchor))
     return refs
-
-
-def _fetch_letter(fetched: Fetched, tier: bytes) -> bytes:
-    if fetched.status == Status.OK:
-        return tier
-    return BAD if fetched.status == Status.BAD else MISSING

@@ -4,6 +4,9 @@ Theory of operation. An engine's HELLO brings the descriptors of its host pool a
 socket*. While a FETCH runs, the server writes into slots of that pool: the engine has leased them. The lease socket is
 closed only when no writer is left, so its end of file tells the engine that nobody can write its slots any more,
 whether the server ended the session, exited, or was killed (the kernel closes it then). A stopped server keeps it open.
+
+An engine that shares no memory with this server has an *inline* session: its pool is memory of this server, through
+which payloads pass on their way between tiers and its connections (:mod:`tierkv_server.inline`). It leases nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 
@@ -19,9 +21,10 @@ from tierkv.errors import UnavailableError
 from tierkv.messages import Hello
 from tierkv.pool import HostPool
 from tierkv.resp import encode
+from tierkv_server.stream import Stream
 
-#: An engine that takes no push for this long is treated as gone (struct timeval).
-_SEND_TIMEOUT = struct.pack("ll", 2, 0)
+#: An engine that takes nothing of a push for this long is treated as gone.
+PUSH_STALL_S = 2.0
 
 
 class Session:
@@ -29,11 +32,11 @@ class Session:
 
     Args:
         hello: what the engine said of itself.
-        pool: its host pool, mapped here; owned.
-        lease: the server's end of its lease socket; owned.
+        pool: its host pool, mapped here, or of an inline session the memory of its payloads; owned.
+        lease: the server's end of its lease socket; owned. None of an inline session.
     """
 
-    def __init__(self, hello: Hello, pool: HostPool, lease: socket.socket) -> None:
+    def __init__(self, hello: Hello, pool: HostPool, lease: socket.socket | None) -> None:
         self.id = secrets.token_hex(16)
         self.hello = hello
         self.pool = pool
@@ -42,7 +45,7 @@ class Session:
         self._users = 0
         self._ended = False
         self._idle = threading.Condition()
-        self._push: socket.socket | None = None
+        self._push: Stream | None = None
         self._push_lock = threading.Lock()
         self._asks: dict[int, _Ask] = {}
         self._next_ask = 0
@@ -73,14 +76,19 @@ class Session:
             self._ended = True
             self._idle.wait_for(lambda: self._users == 0)
         self.pool.close()
-        self._lease.close()
+        if self._lease is not None:
+            self._lease.close()
         for ask in list(self._asks.values()):
             ask.arrived.set()
 
-    def subscribe(self, connection: socket.socket) -> None:
+    @property
+    def subscribed(self) -> bool:
+        """Whether it takes pushes now."""
+        return self._push is not None and not self._ended
+
+    def subscribe(self, connection: Stream) -> None:
         """Send pushes on ``connection`` from now on."""
         with self._push_lock:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
             self._push = connection
 
     def ask(self, what: str, body: bytes) -> _Ask | None:
@@ -92,12 +100,11 @@ class Session:
             self._next_ask += 1
             ask = self._asks[self._next_ask] = _Ask(self, self._next_ask)
             try:
-                connection.sendall(encode([what.encode(), self._next_ask, body]))
+                connection.send(encode([what.encode(), self._next_ask, body]), stall_s=PUSH_STALL_S)
             except OSError:  # gone, or stopped with its buffer full: half a push makes the connection useless
                 self._asks.pop(ask.number, None)
                 self._push = None
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                connection.shutdown()
                 return None
             return ask
 

@@ -6,17 +6,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from tierkv.tiers.base import Record, Status, Tier
+from tierkv.errors import UnavailableError
+from tierkv.tiers.base import Record, Ref, Status, Tier
 from tierkv_server.staging import Buffer
 
 logger = logging.getLogger("tierkv")
 
 
 #: How long a batch of stores makes way for loads at most: a busy node stores too.
-_MAX_YIELD_S = 0.25
+MAX_YIELD_S = 0.25
 #: A plan's next fetch comes this soon after one; stores wait for that pause.
 _QUIET_S = 0.01
 
@@ -60,14 +62,14 @@ class Job(NamedTuple):
     """A record on its way to a tier.
 
     Attributes:
-        key, nbytes: of the record.
+        ref, nbytes: of the record.
         since: number of evictions when its bytes were read: if its key was evicted later, it is not to be written.
         staged: the record, where it is in staging memory already.
         stage: brings it there when it is to be written; returns None where that is not to be had any more.
     """
 
     ns_id: bytes
-    key: bytes
+    ref: Ref
     nbytes: int
     since: int
     staged: Staged | None = None
@@ -82,12 +84,25 @@ class TierWriter:
         budget: bytes that may wait.
         batch_nbytes: bytes of one ``store`` call.
         keep: whether a job is still to be written; asked while no eviction can come between.
-        loads: fetches under way: while there are any, the queue waits, ``_MAX_YIELD_S`` a batch at most.
+        loads: fetches under way: while there are any, the queue waits, ``MAX_YIELD_S`` a batch at most.
+        stored: called after each batch with the tier, its jobs and what came of each.
+        writing: returns a context around each write, whose value says whether the write may be made.
     """
 
-    def __init__(self, tier: Tier, budget: int, batch_nbytes: int, keep: Callable[[Job], bool], loads: Loads) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        budget: int,
+        batch_nbytes: int,
+        keep: Callable[[Job], bool],
+        loads: Loads,
+        stored: Callable[[Tier, Sequence[Job], Sequence[Status]], None],
+        writing: Callable[[bytes, Sequence[Ref]], AbstractContextManager[bool]],
+    ) -> None:
         self.tier = tier
         self._keep = keep
+        self._stored = stored
+        self._may_write = writing
         self._loads = loads
         self.num_dropped = 0  #: records that the queue had no room for
         self.queued_nbytes = 0
@@ -98,17 +113,18 @@ class TierWriter:
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._closed = False
+        self.refusing = False  #: take nothing more: the server is leaving
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{tier.name}-writer", daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> bool:
         """Queue a record and return whether it was taken. Its buffer, if it has one, is held until it is written."""
         nbytes = job.nbytes
-        name = (job.ns_id, job.key)
+        name = (job.ns_id, job.ref.key)
         with self._changed:
             if name in self._queued:
                 return True
-            if self._closed or self.queued_nbytes + nbytes > self._budget:
+            if self._closed or self.refusing or self.queued_nbytes + nbytes > self._budget:
                 self.num_dropped += 1
                 return False
             if job.staged:
@@ -124,9 +140,9 @@ class TierWriter:
         with self._writing:
             return self._store(jobs)
 
-    def evict(self, ns_id: bytes, keys: Iterable[bytes]) -> EvictGuard:
-        """Return a context in which none of ``keys`` is queued and no batch is being written."""
-        return EvictGuard(self, ns_id, set(keys))
+    def evict(self, ns_id: bytes, keys: set[bytes] | None) -> EvictGuard:
+        """Return a context in which none of ``keys`` (None: of all) is queued, and no batch is being written."""
+        return EvictGuard(self, ns_id, keys)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything queued is written and return whether it was in time."""
@@ -152,7 +168,7 @@ class TierWriter:
         self._jobs = kept
 
     def _done(self, job: Job) -> None:
-        self._queued.discard((job.ns_id, job.key))
+        self._queued.discard((job.ns_id, job.ref.key))
         self.queued_nbytes -= job.nbytes
         if job.staged:
             job.staged.buffer.release()
@@ -163,7 +179,7 @@ class TierWriter:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
                 if self._closed:
                     return
-            self._loads.wait_for_none(_MAX_YIELD_S)
+            self._loads.wait_for_none(MAX_YIELD_S)
             with self._writing:
                 self._write_batch()
 
@@ -184,19 +200,37 @@ class TierWriter:
 
     def _store(self, jobs: Sequence[Job]) -> list[Status]:
         results = [Status.MISS] * len(jobs)
-        staged = [(i, ready) for i, job in enumerate(jobs) if self._keep(job) and (ready := _ready(job))]
         try:
-            if staged:
-                records = [ready.record for _, ready in staged]
-                for (i, _), status in zip(staged, self.tier.store(jobs[0].ns_id, records), strict=True):
-                    results[i] = status
+            self._store_into(jobs, results)
+        except UnavailableError:
+            results = [Status.ERROR] * len(jobs)
         except Exception:  # a tier must not raise; if one does, serving goes on
             logger.exception("the %s tier failed in an unforeseen way", self.tier.name)
             results = [Status.ERROR] * len(jobs)
-        for i, ready in staged:
-            if jobs[i].staged is None:
-                ready.buffer.release()
+        self._stored(self.tier, jobs, results)
         return results
+
+    def _store_into(self, jobs: Sequence[Job], results: list[Status]) -> None:
+        """Store what is still to be stored; what has yet to be copied is not where the tier has it already."""
+        ns_id = jobs[0].ns_id
+        lazy = [i for i, job in enumerate(jobs) if job.staged is None]
+        for i, there in zip(lazy, self.tier.match(ns_id, [jobs[i].ref for i in lazy]), strict=True):
+            if there:
+                results[i] = Status.EXISTS
+        todo = [(i, job) for i, job in enumerate(jobs) if results[i] is Status.MISS and self._keep(job)]
+        staged = [(i, ready) for i, job in todo if (ready := _ready(job))]
+        try:
+            if staged:
+                with self._may_write(ns_id, [jobs[i].ref for i, _ in staged]) as may_write:
+                    if not may_write:
+                        raise UnavailableError(f"nothing may be written to the {self.tier.name} tier now")
+                    done = self.tier.store(ns_id, [ready.record for _, ready in staged])
+                for (i, _), status in zip(staged, done, strict=True):
+                    results[i] = status
+        finally:
+            for i, ready in staged:
+                if jobs[i].staged is None:
+                    ready.buffer.release()
 
 
 def _ready(job: Job) -> Staged | None:
@@ -208,7 +242,7 @@ def _ready(job: Job) -> Staged | None:
 class EvictGuard:
     """Holds a writer still while keys are evicted from its tier, so that none of them is written after."""
 
-    def __init__(self, writer: TierWriter, ns_id: bytes, keys: set[bytes]) -> None:
+    def __init__(self, writer: TierWriter, ns_id: bytes, keys: set[bytes] | None) -> None:
         self._writer = writer
         self._ns_id = ns_id
         self._keys = keys
@@ -216,8 +250,11 @@ class EvictGuard:
     def __enter__(self) -> None:
         self._writer._writing.acquire()
         with self._writer._changed:
-            self._writer._drop(lambda job: job.ns_id == self._ns_id and job.key in self._keys)
+            self._writer._drop(self._doomed)
             self._writer._changed.notify_all()
 
     def __exit__(self, *_: object) -> None:
         self._writer._writing.release()
+
+    def _doomed(self, job: Job) -> bool:
+        return job.ns_id == self._ns_id and (self._keys is None or job.ref.key in self._keys)

@@ -180,7 +180,7 @@ def test_version() -> None:
         (["serve", "--disk-bytes", "0"], ["disk_bytes='0'", "no room"]),
         (["serve", "--shared-url", "http://host"], ["shared_url='http://host'", "redis://"]),
         (["serve", "--shared-url", "me:secret@host"], ["shared_url='me:***@host'"]),
-        (["serve", "--disk-dir", "/dev/null/x"], ["disk_dir='/dev/null/x'"]),
+        (["serve", "--disk-dir", "/dev/null/x"], ["$.disk.dir: '/dev/null/x'"]),
     ],
 )
 def test_bad_usage(args: list[str], words: list[str], tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_serve_refuses_a_socket_that_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # SIGHUP reloads: test_operation.py
 def test_a_signal_makes_the_server_leave_cleanly(served: Served, number: signal.Signals) -> None:
     assert served.socket.is_socket()
     served.process.send_signal(number)
@@ -571,7 +571,7 @@ def test_evicting_from_a_tier_that_has_none_of_it(served: Served, filled: FakeEn
 def test_the_shared_tier(tmp_path: Path) -> None:
     redis = start_redis(tmp_path)
     try:
-        first = Served(tmp_path / "one", env={"TIERKV_SHARED_URL": redis.url})
+        first = Served(tmp_path / "one", "--set", "shared.spill=through", env={"TIERKV_SHARED_URL": redis.url})
         with FakeEngine(first.socket) as engine:
             engine.put(A)
             with AdminClient(first.socket) as client:

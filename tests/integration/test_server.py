@@ -25,7 +25,7 @@ from fake_engine import FakeEngine, make_namespace, wait_until
 from leaks import num_fds
 from tierkv import __version__, client, health
 from tierkv.client import AdminClient
-from tierkv.config import PROTOCOL_VERSION, shared_digest
+from tierkv.config import PROTOCOL_VERSION, Spill, shared_digest
 from tierkv.errors import ConfigError, RefusedError, UnavailableError
 from tierkv.hostindex import Fetch
 from tierkv.keys import anchor_index
@@ -33,7 +33,7 @@ from tierkv.launcher import Launcher
 from tierkv.messages import Hello, StoreItem
 from tierkv.pool import PoolShape, Segment
 from tierkv.resp import Error, Parser, Value, encode_command
-from tierkv.server_config import ServerConfig
+from tierkv.server_config import ServerConfig, SharedConfig
 from tierkv_server.server import DirectoryInUseError, Server
 
 CHUNK = 32
@@ -52,6 +52,7 @@ def make_config(directory: Path, **other: Any) -> ServerConfig:
         "disk_bytes": 64 << 20,
         "shared_url": None,
         "socket": directory / "store" / "tierkv.sock",
+        "spill": {"shared": Spill.THROUGH},
     }
     return ServerConfig.make(**options | other)
 
@@ -288,8 +289,8 @@ def test_a_stale_slot_is_not_stored(server: Server, engine: FakeEngine) -> None:
     engine.pool.generations[items[4].slot] += 1
     assert engine.result(engine.store(items)) == b"ogoogo"
     assert engine.match(PROMPT) == b"d"
-    assert server.service.num_stale == 2
-    assert server.service._staging.in_use == 0
+    assert server.service.moves.num_stale == 2
+    assert server.service.moves.staging.in_use == 0
     engine.forget()
     assert answered(start_fetch(engine, PROMPT)) == b"d-dd-d"
 
@@ -302,7 +303,7 @@ def test_a_slot_outside_of_the_pool_is_refused(
     bad = [*items[:-1], msgspec.structs.replace(items[-1], slot=slot)]
     assert engine.result(engine.store(bad)) == b""
     assert f"slot {slot} is outside of the engine's pool of 64" in caplog.text
-    assert server.service._staging.in_use == 0
+    assert server.service.moves.staging.in_use == 0
     assert engine.match(PROMPT) == b""
     fetch = start_fetch(engine, list(range(CHUNK)), slots=[slot])
     assert answered(fetch) == b""
@@ -336,7 +337,7 @@ def test_items_that_make_no_sense_are_refused_and_leave_nothing(server: Server, 
         for args in ([], [0], [0, b"", bytes(33), b""], [0, b"", bytes(32), b"abc"], ["x", b"", bytes(32), bytes(4)]):
             assert isinstance(raw.call("TKV.FETCH", *args), Error)
             assert isinstance(raw.call("TKV.MATCH", *args), Error)
-        assert server.service._staging.in_use == 0
+        assert server.service.moves.staging.in_use == 0
         assert raw.call("TKV.STORE", msgspec.msgpack.encode([good])) == b"o"
         assert isinstance(raw.call("TKV.ATTACH", engine.welcome.session), Error)  # once is enough
 
@@ -657,6 +658,7 @@ def test_long_socket_paths(short_dir: Path, where: str) -> None:
     else:
         path = short_dir / "/".join(["directory" * 5] * 5) / "tierkv.sock"
     assert len(str(path)) > 108
+    path.parent.mkdir(parents=True)
     with serving(make_config(short_dir, socket=path)) as server:
         assert path.is_socket()
         assert path.stat().st_mode & 0o777 == 0o600
@@ -730,7 +732,7 @@ def test_a_launched_server_that_cannot_run_says_why(short_dir: Path) -> None:
 
 
 def test_a_launched_server_has_nothing_of_its_engine(launched: ServerConfig, short_dir: Path) -> None:
-    config = msgspec.structs.replace(launched, shared_url=f"unix://me:hunter2@{short_dir}/nobody.sock")
+    config = msgspec.structs.replace(launched, shared=SharedConfig(url=f"unix://me:hunter2@{short_dir}/nobody.sock"))
     read, write = os.pipe()
     os.set_inheritable(write, True)
     inherited = os.open(short_dir, os.O_RDONLY)
@@ -818,7 +820,7 @@ import sys
 from pathlib import Path
 import msgspec
 from fake_engine import FakeEngine
-from tierkv.server_config import ServerConfig
+from tierkv.server_config import ServerConfig, SharedConfig
 from tierkv.launcher import Launcher
 config = msgspec.json.decode(sys.argv[1], type=ServerConfig, dec_hook=lambda kind, value: kind(value))
 engine = FakeEngine(config.socket, launcher=Launcher(config))

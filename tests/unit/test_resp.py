@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import example, given
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tierkv import resp
 from tierkv.errors import ProtocolError
-from tierkv.resp import Error, Parser, Simple, Value, encode, encode_command
+from tierkv.resp import Bounds, Error, Parser, Placed, Simple, Value, encode, encode_command
 
 line_st = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=30)
 value_st = st.recursive(
@@ -200,3 +200,107 @@ def test_inline_commands_are_for_servers() -> None:
 def test_no_inline_command_within_an_array() -> None:
     with pytest.raises(ProtocolError, match="not RESP2"):
         parse([b"*2\r\n$1\r\na\r\nPING\r\n"], Parser(inline=True))
+
+
+# -- bounds
+
+
+def test_bounds_may_change_between_values() -> None:
+    parser = Parser(inline=True, bounds=Bounds(bulk=8, items=2, line=64, value=40))
+    values = parser.feed(b"*2\r\n$4\r\nAUTH\r\n$3\r\nabc\r\n*3\r\n$4\r\nECHO\r\n$9\r\n123456789\r\n$1\r\nx\r\n")
+    assert next(values) == [b"AUTH", b"abc"]
+    parser.bounds = Bounds(bulk=9, items=3, line=64, value=80)
+    assert list(values) == [[b"ECHO", b"123456789", b"x"]]
+    parser.bounds = Bounds(bulk=8, items=3, line=64, value=80)
+    with pytest.raises(ProtocolError, match="bulk string of length 9; at most 8"):
+        list(parser.feed(b"*1\r\n$9\r\n"))
+
+
+@pytest.mark.parametrize(
+    "wire, sentence",
+    [
+        (b"*3\r\n", "array of length 3; at most 2"),
+        (b"x" * 64, "a line is longer than 64 bytes"),
+        (b"*2\r\n$8\r\n12345678\r\n$8\r\n1234567", "longer than 20 bytes"),
+    ],
+)
+def test_bounds_of_a_parser(wire: bytes, sentence: str) -> None:
+    with pytest.raises(ProtocolError, match=sentence):
+        parse([wire], Parser(inline=True, bounds=Bounds(bulk=8, items=2, line=64, value=20)))
+
+
+def test_a_parser_knows_whether_a_value_has_begun_and_how_much_of_it_came() -> None:
+    parser = Parser(inline=True)
+    wire = b"*2\r\n$4\r\nECHO\r\n$5\r\nhello\r\n"
+    for i in range(len(wire)):
+        assert parser.mid_value == (i > 0)
+        assert parser.num_taken == i
+        values = list(parser.feed(wire[i : i + 1]))
+    assert values == [[b"ECHO", b"hello"]]
+    assert not parser.mid_value
+    assert parser.num_taken == 0
+
+
+# -- sinks
+
+
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=5), st.booleans(), st.data())
+def test_what_a_sink_takes_arrives_there_however_it_is_cut(
+    payloads: list[bytes], more: bool, data: st.DataObject
+) -> None:
+    """Received in pieces of any size, into the space where there is some, as whoever reads a socket does."""
+    rooms = [bytearray(len(payload)) for payload in payloads]
+
+    def sink(items: Sequence[Value], nbytes: int) -> list[memoryview] | None:
+        if len(items) < 1:
+            return None
+        room = memoryview(rooms[len(items) - 1])
+        assert nbytes == len(room)
+        cut = data.draw(st.integers(0, nbytes))
+        return [room[:cut], room[cut:]]  # either may be empty
+
+    parser = Parser(sink=sink)
+    rest = memoryview(encode([b"head", *payloads]) + (encode([b"next"]) if more else b""))
+    values: list[Value] = []
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        space = parser.space()
+        if space is None:
+            values += parser.feed(bytes(rest[:size]))
+        else:
+            size = min(size, len(space))
+            space[:size] = rest[:size]
+            values += parser.filled(size)
+        rest = rest[size:]
+    placed = [Placed(len(p)) if p else b"" for p in payloads]
+    assert values[0] == [b"head", *placed]
+    assert [bytes(room) for room in rooms] == payloads
+    assert values[1:] == ([[b"next"]] if more else [])
+    assert not parser.mid_value
+
+
+def test_a_sink_is_asked_for_the_outermost_array_alone_and_may_decline() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def sink(items: Sequence[Value], nbytes: int) -> None:
+        asked.append((len(items), nbytes))
+
+    wire = encode([b"a", [b"bc"], b"def"]) + encode(b"ghij")
+    assert parse([wire], Parser(sink=sink)) == [[b"a", [b"bc"], b"def"], b"ghij"]
+    assert asked == [(0, 1), (2, 3)]
+
+
+def test_a_sink_with_room_of_another_size_is_a_fault_of_ours() -> None:
+    with pytest.raises(ValueError, match="3 bytes of room to a bulk string of 4"):
+        parse([b"*1\r\n$4\r\n"], Parser(sink=lambda items, nbytes: [memoryview(bytearray(3))]))
+
+
+def test_placed_strings_count_against_the_limit_and_end_where_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parser() -> Parser:
+        return Parser(sink=lambda items, nbytes: [memoryview(bytearray(nbytes))])
+
+    with pytest.raises(ProtocolError, match="does not end where its length says"):
+        parse([b"*1\r\n$4\r\nabcdXX"], parser())
+    monkeypatch.setattr(resp, "MAX_VALUE_NBYTES", 1000)
+    with pytest.raises(ProtocolError, match="longer than 1000 bytes"):
+        parse([b"*2\r\n$600\r\n" + bytes(600) + b"\r\n$600\r\n"], parser())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from scheduler_bench import (
     small_world,
 )
 from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key
+from tierkv.messages import COMPUTED, EVICTED, USED
 from tierkv_connector.plan import TRANSITIONS, State
 from tierkv_connector.scheduler import Scheduler
 
@@ -29,20 +31,26 @@ NUM_PURE_SEQUENCES = 200
 NUM_OPERATIONS = 200
 
 
+SPILL = [("through", "through"), ("second-use", "second-use"), ("on-evict", "never"), ("never", "on-evict")]
+
+
 def random_bench(seed: int, extra_seed: int | None = None) -> Bench:
     """A bench whose sizes follow from the seed: a GPU that is large or too small, a pool that is small or tiny."""
-    return Bench(
+    bench = Bench(
         seed,
         num_slots=12 if seed % 5 else 5,
         num_blocks=40 if seed % 3 else 24,
         late_outputs=bool(seed % 2),
         extra_seed=extra_seed,
     )
+    bench.client.spill = dict(zip(("disk", "shared"), SPILL[seed % len(SPILL)], strict=True))
+    return bench
 
 
 def test_random_sequences_keep_every_invariant() -> None:
     scheduler_bench.seen_transitions.clear()
     num_loaded = num_none = 0
+    reasons: Counter[int] = Counter()
     for seed in range(NUM_SEQUENCES):
         with small_world():
             bench = random_bench(seed)
@@ -60,6 +68,8 @@ def test_random_sequences_keep_every_invariant() -> None:
                 bench.close()
             num_loaded += bench.num_loaded_chunks
             num_none += bench.num_none
+            reasons.update(item.reason for kind, *words in bench.client.log if kind == "store" for item in words[0])
+    assert reasons[COMPUTED] > NUM_SEQUENCES and reasons[EVICTED] > 100 and reasons[USED] > 5, reasons
     assert num_loaded > NUM_SEQUENCES, "the sequences load too little to say anything"
     assert num_none > NUM_SEQUENCES
     assert scheduler_bench.seen_transitions == {(a, b) for a, then in TRANSITIONS.items() for b in then}
@@ -698,6 +708,76 @@ def test_stores_that_the_server_did_not_take_are_counted(bench: Bench) -> None:
     bench.submit(prompt(2, family=1))
     settle(bench)
     assert bench.sched.counters["not_sent"] == 2
+
+
+def sent(bench: Bench, reason: int) -> list[bytes]:
+    """Return the keys of all that was sent to the server for ``reason``."""
+    stores = [command[1] for command in bench.client.log if command[0] == "store"]
+    return [item.key for items in stores for item in items if item.reason == reason]
+
+
+def test_a_second_use_is_told_once_and_what_the_server_wants_is_sent(bench: Bench) -> None:
+    bench.client.spill = {"disk": "second-use", "shared": "never"}
+    keys = warm(bench, prompt(3))
+    bench.settle_stores()
+    assert sent(bench, COMPUTED) == keys
+    assert not bench.stored
+    assert bench.sched.stat().counters["stores_declined"] == 3
+    assert bench.client.num_commands("use") == 0
+    for _ in range(3):
+        bench.submit(prompt(3))
+        settle(bench)
+        bench.settle_stores()
+    uses = [command[4] for command in bench.client.log if command[0] == "use"]
+    assert uses == [tuple(keys)]
+    assert sent(bench, USED) == keys
+    assert set(bench.stored) == set(keys)
+
+
+def test_with_on_evict_only_what_is_about_to_leave_the_pool_is_sent(bench: Bench) -> None:
+    bench.client.spill = {"disk": "on-evict", "shared": "never"}
+    first = warm(bench, prompt(2))
+    assert sent(bench, COMPUTED) == sent(bench, EVICTED) == []
+    for family in range(1, 15):
+        warm(bench, prompt(2, family=family))
+        for _ in range(3):
+            bench.step()
+            bench.settle_stores()
+    assert not sent(bench, COMPUTED)
+    gone = [key for key in bench.contents if bench.sched.index.get(key) is None]
+    assert len(gone) >= 8 and set(gone) & set(first)
+    assert set(gone) <= set(bench.stored), "all that left the pool was sent before, starts of prompts too"
+    assert len(sent(bench, EVICTED)) <= len(gone) + 8, "what stays in the pool is not sent ahead of its time"
+
+
+def test_stores_that_were_lost_with_their_server_are_sent_again(bench: Bench) -> None:
+    keys = keys_of(prompt(3))
+    bench.submit(prompt(3))
+    for _ in range(4):
+        bench.answer_all()
+        bench.run_device()
+        bench.step()
+    assert sent(bench, COMPUTED) == keys
+    bench.client.disconnect()
+    bench.step()
+    assert sent(bench, COMPUTED) == keys
+    bench.client.up = True
+    for _ in range(4):
+        bench.step()
+        bench.settle_stores()
+    assert sent(bench, COMPUTED) == keys + keys
+    assert set(bench.stored) == set(keys)
+
+
+def test_what_was_computed_while_no_server_answered_is_sent_when_one_does(bench: Bench) -> None:
+    bench.client.disconnect()
+    keys = warm(bench, prompt(3))
+    assert sent(bench, COMPUTED) == []
+    bench.client.up = True
+    for _ in range(4):
+        bench.step()
+        bench.settle_stores()
+    assert set(bench.stored) == set(keys)
 
 
 def test_commands_keep_within_an_anchor() -> None:

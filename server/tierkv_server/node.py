@@ -1,0 +1,122 @@
+"""This node's part in its fleet: what other nodes evict and store, and what its own engines know of it.
+
+An eviction by order that means every tier is published to all nodes; what others publish is removed here: from the
+disk, from what is queued, from the engines' host pools. News of what others store go to the filters of the engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tierkv.tiers.base import Ref
+from tierkv.tiers.control import ControlFeed, Event
+from tierkv.tiers.shared import SharedTier
+from tierkv_server.filters import FilterPublisher
+from tierkv_server.inspect import Inspector
+from tierkv_server.service import Service
+
+logger = logging.getLogger("tierkv")
+
+#: News that are this old are no news: engines ask.
+MAX_SILENCE_S = 5.0
+#: A node that has just started writes nothing before it has read the control stream, which takes milliseconds.
+FIRST_READ_S = 2.0
+
+
+class Node:
+    """Connects a service with its fleet and its engines' filters.
+
+    Args:
+        service: this node's tiers and engines.
+        inspector: reaches the engines' host pools.
+        node_dir: where the node's place in the control stream is kept.
+
+    Attributes:
+        feed: follows the control stream; None without a shared tier.
+    """
+
+    def __init__(self, service: Service, inspector: Inspector, node_dir: Path) -> None:
+        self._service = service
+        self._inspector = inspector
+        self.feed: ControlFeed | None = None
+        if isinstance(service.shared, SharedTier):
+            self.feed = service.shared.open_feed(node_dir, self)
+            service.moves.writing = self._writing
+            service.on_evicted = self._publish
+            service.on_stored = self._tell
+        service.filters = FilterPublisher(lambda: list(service.sessions.values()), self._stored_keys, self._is_live)
+
+    def start(self) -> None:
+        """Follow the fleet, until :meth:`close`."""
+        if self.feed:
+            self.feed.start()
+
+    def close(self) -> None:
+        """Stop following. Idempotent. The filters are the service's to close."""
+        if self.feed:
+            self.feed.close()
+
+    @contextlib.contextmanager
+    def _writing(self, ns_id: bytes, refs: Sequence[Ref]) -> Iterator[bool]:
+        """See :meth:`ControlFeed.writing`; what is stored right after the start waits until the stream was read."""
+        assert self.feed is not None
+        deadline = time.monotonic() + FIRST_READ_S
+        while self.feed.silent_s == float("inf") and self._service.shared_is_up() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with self.feed.writing(ns_id, refs) as may_write:
+            yield may_write
+
+    # -- what this node tells
+
+    def _publish(self, ns_id: bytes, refs: Sequence[Ref] | None) -> None:
+        if self.feed:
+            self.feed.publish(ns_id, refs)
+
+    def _tell(self, tier: str, ns_id: bytes, keys: Sequence[bytes]) -> None:
+        if self.feed and tier == "shared":
+            self.feed.tell(ns_id, keys)
+
+    def _is_live(self) -> bool:
+        return self.feed is None or self.feed.silent_s < MAX_SILENCE_S
+
+    def _stored_keys(self, ns_id: bytes) -> Iterator[bytes]:
+        yield from (entry.key for entry in self._service.disk.entries(ns_id))
+        if isinstance(self._service.shared, SharedTier):
+            yield from self._service.shared.keys(ns_id)
+
+    # -- what it is told, on the feed's thread
+
+    def apply(self, event: Event) -> None:
+        """Remove what another node's operator evicted."""
+        keys = None if event.refs is None else [ref.key for ref in event.refs]
+        self._invalidate(event.ns_id, keys)
+        self._service.evicted_elsewhere(event.ns_id, keys)
+
+    def on_gap(self, reason: str) -> None:
+        """Forget everything that an eviction which was missed may have been about."""
+        num = self._service.drop_disk()
+        for ns_id in {session.ns_id for session in list(self._service.sessions.values())}:
+            self._invalidate(ns_id, None)
+        logger.warning("evictions of other nodes were missed (%s): the disk tier was emptied of %d chunks", reason, num)
+
+    def on_news(self, ns_id: bytes, heads: list[bytes]) -> None:
+        """Let engines know of what others stored."""
+        if self._service.filters:
+            self._service.filters.add(ns_id, heads)
+
+    def on_news_lost(self) -> None:
+        """Build the filters anew."""
+        if self._service.filters:
+            self._service.filters.rebuild()
+
+    def _invalidate(self, ns_id: bytes, keys: Sequence[bytes] | None) -> None:
+        """Have this node's engines drop chunks (None: all that they have)."""
+        if keys is None:
+            keys = self._inspector.host_keys(ns_id)
+        if keys:
+            with contextlib.suppress(ValueError):  # an engine of another version answers with nothing
+                self._inspector.invalidate(ns_id, keys)
