@@ -26,7 +26,13 @@ BAR = 0.97
 
 def connector(work: Path, shared_url: str) -> dict[str, Any]:
     """Return the connector's configuration: every tier on."""
-    options = {"host_bytes": "1GiB", "disk_dir": str(work / "disk"), "disk_bytes": "2GiB", "shared_url": shared_url}
+    options = {
+        "host_bytes": "1GiB",
+        "disk_dir": str(work / "disk"),
+        "disk_bytes": "2GiB",
+        "shared_url": shared_url,
+        "spill": {"shared": "through"},
+    }
     return {"kv_connector": "TierKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
 
 

@@ -62,7 +62,13 @@ class TierKV:
 
     def __init__(self, model: Path, work: Path, shared_url: str, env: dict[str, str]) -> None:
         self._disk = work / "disk"
-        options = {"host_bytes": "1GiB", "disk_dir": str(self._disk), "disk_bytes": "4GiB", "shared_url": shared_url}
+        options = {
+            "host_bytes": "1GiB",
+            "disk_dir": str(self._disk),
+            "disk_bytes": "4GiB",
+            "shared_url": shared_url,
+            "spill": {"shared": "through"},
+        }
         transfer = {"kv_connector": "TierKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": options}
         self.engine = EngineProcess(engine_settings(model, kv_transfer_config=transfer), env, work / "tierkv.log")
         self._admin = AdminClient(socket_path(self._disk))

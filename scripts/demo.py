@@ -51,6 +51,7 @@ def engine_settings(model: Path, disk_dir: Path, shared_url: str) -> dict[str, A
                 "disk_dir": str(disk_dir),
                 "disk_bytes": "2GiB",
                 "shared_url": shared_url,
+                "spill": {"shared": "through"},
             },
         },
     }

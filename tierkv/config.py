@@ -5,19 +5,20 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from tierkv import __version__
 from tierkv.errors import ConfigError
 from tierkv.memory import total_memory
 from tierkv.sizes import format_size, parse_size
-from tierkv.urls import redact_url
+from tierkv.transport import Address, parse_address
+from tierkv.urls import SHARED_FORMS, parse_shared_url, redact_url
 
 DEFAULT_DISK_BYTES = 20 << 30
 MAX_DEFAULT_HOST_BYTES = 8 << 30
@@ -32,6 +33,27 @@ STORE_NBYTES = 256 << 20
 COMMAND_NBYTES = 8 << 20
 LINGER_S = 10.0
 PROTOCOL_VERSION = 1
+_SERVER_FILES = ("server_token_file", "server_ca_file", "server_cert_file", "server_key_file")
+
+
+class HintLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What requests' hints may ask of an engine (``docs/hints.md``). Shares are of the host pool.
+
+    Attributes:
+        enabled: False: every hint is ignored, and the answer says so.
+        max_priority: priorities are cut to this range, either way.
+        max_retain_s: the longest time that a session is held for.
+        share: what all sessions together may hold.
+        tenant_share: what the sessions of one tenant may hold.
+        tenant_sessions: sessions of one tenant that are remembered.
+    """
+
+    enabled: bool = True
+    max_priority: Annotated[int, Meta(ge=0, le=2)] = 2
+    max_retain_s: Annotated[float, Meta(ge=0, le=86400)] = 3600.0
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    tenant_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    tenant_sessions: Annotated[int, Meta(ge=1, le=16384)] = 1024
 
 
 def default_disk_dir() -> Path:
@@ -59,7 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     Attributes:
         host_bytes: bytes of the host pool over all ranks of the engine on this host.
         server: ``"auto"`` (launch a store server for ``disk_dir``, or join the one that owns it),
-            ``"unix:///path"`` (a server that somebody else runs), or ``"off"`` (GPU and host only).
+            ``"unix:///path"`` (a server that somebody else runs), ``"tkvs://host:port"`` (one on another machine, over
+            TLS), ``"tkv://127.0.0.1:port"`` (without TLS), or ``"off"`` (GPU and host only).
         disk_dir: directory of the disk tier (``server="auto"`` only).
         disk_bytes: budget of the disk tier (``server="auto"`` only).
         shared_url: URL of the Redis or Valkey that a fleet shares (``server="auto"`` only), or None.
@@ -67,6 +90,10 @@ class EngineConfig(msgspec.Struct, frozen=True):
         deadline_s: seconds after which a request stops waiting for its plan and computes the rest.
         spill: when chunks go to ``disk`` and ``shared`` (``server="auto"`` only): ``through``, ``on-evict``,
             ``second-use`` or ``never``; by default ``through`` to disk and ``second-use`` to the shared tier.
+        hints: what requests' hints may ask for (:class:`HintLimits`).
+        server_token_file: file that holds the engine's token (``tkvs://``, ``tkv://``).
+        server_ca_file: who signed the server's certificate; None: an authority that this machine trusts (``tkvs://``).
+        server_cert_file, server_key_file: the engine's certificate, where the server asks for one (``tkvs://``).
     """
 
     host_bytes: int
@@ -77,13 +104,29 @@ class EngineConfig(msgspec.Struct, frozen=True):
     chunk_tokens: int | None
     deadline_s: float
     spill: Mapping[str, Spill] = {}
+    hints: HintLimits = HintLimits()
+    server_token_file: Path | None = None
+    server_ca_file: Path | None = None
+    server_cert_file: Path | None = None
+    server_key_file: Path | None = None
 
     @property
     def socket(self) -> Path:
-        """The store server's socket."""
-        if self.server.startswith("unix://"):
-            return Path(self.server.removeprefix("unix://"))
-        return socket_path(self.disk_dir)
+        """The store server's unix socket; of ``"auto"``, where it is over TCP."""
+        return self.address.path or socket_path(self.disk_dir)
+
+    @property
+    def address(self) -> Address:
+        """Where the store server is."""
+        if self.server in ("auto", "off"):
+            return Address(path=socket_path(self.disk_dir))
+        return parse_address(
+            self.server,
+            token_file=self.server_token_file,
+            ca_file=self.server_ca_file,
+            cert_file=self.server_cert_file,
+            key_file=self.server_key_file,
+        )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -102,7 +145,15 @@ class EngineConfig(msgspec.Struct, frozen=True):
                 f"{name}={value!r} has no effect with server={server!r}: it belongs to the store server; "
                 f"leave it out, or set server='auto'"
             )
-        return cls(
+        files = {name: _file(options, name) for name in _SERVER_FILES}
+        if server in ("auto", "off"):
+            for name, path in files.items():
+                if path is not None:
+                    raise ConfigError(
+                        f"{name}={str(path)!r} has no effect with server={server!r}; leave it out, or set "
+                        f"server='tkvs://host:port'"
+                    )
+        config = cls(
             host_bytes=parse_bytes(options, "host_bytes", default_host_bytes()),
             server=server,
             disk_dir=parse_directory(options, "disk_dir"),
@@ -111,7 +162,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
             chunk_tokens=_chunk_tokens(options.get("chunk_tokens")),
             deadline_s=parse_seconds(options, "deadline_s", DEFAULT_DEADLINE_S),
             spill=parse_spill(options.get("spill")),
+            hints=parse_hint_limits(options.get("hints")),
+            **files,
         )
+        config.address  # noqa: B018  raises where it and the files beside it make no sense
+        return config
 
     def describe(self) -> str:
         """Return the effective configuration in one line, without secrets."""
@@ -150,24 +205,20 @@ def check_names(options: Mapping[str, Any], known: tuple[str, ...], where: str) 
 
 
 def check_shared_url(url: Any) -> str | None:
-    """Return ``url`` if it has the form of a single Redis's URL, None for None.
+    """Return ``url`` if it has one of the forms of the shared tier's URLs, None for None.
 
     Raises:
         ConfigError: it has another form.
     """
     if url is None:
         return None
-    forms = "redis://[user:password@]host:port/db or unix:///path/to/redis.sock"
-    if not isinstance(url, str) or not url.startswith(("redis://", "rediss://", "unix://")):
+    try:
+        if not isinstance(url, str):
+            raise ValueError("it is no text")
+        parse_shared_url(url)
+    except ValueError as error:
         shown = redact_url(url) if isinstance(url, str) else url
-        raise ConfigError(f"shared_url={shown!r} is not a Redis URL; write it as {forms}")
-    rest = url.split("://", 1)[1].rsplit("@", 1)[-1]
-    host = re.split(r"[/?]", rest, maxsplit=1)[0]
-    if not (rest.strip("/") if url.startswith("unix://") else host.split(":", 1)[0]):
-        raise ConfigError(f"shared_url={redact_url(url)!r} names no host; write it as {forms}")
-    port = host.rsplit(":", 1)[1] if ":" in host and not host.endswith("]") else ""
-    if not url.startswith("unix://") and port and (not port.isdigit() or not 0 < int(port) < 65536):
-        raise ConfigError(f"shared_url={redact_url(url)!r} has port {port!r}; a port is a number from 1 to 65535")
+        raise ConfigError(f"shared_url={shown!r} is not a Redis URL ({error}); write it as {SHARED_FORMS}") from None
     return url
 
 
@@ -190,12 +241,43 @@ def parse_spill(value: Any) -> dict[str, Spill]:
         raise ConfigError(f"spill={value!r} names a policy that is none of {known}; set one, as in {example}") from None
 
 
+def parse_hint_limits(value: Any) -> HintLimits:
+    """Return the limits of hints that ``value`` names, with defaults for the rest.
+
+    Raises:
+        ConfigError: not an object, an unknown name, or an impossible value.
+    """
+    if value is None:
+        return HintLimits()
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'hints={value!r} is not possible; set an object such as {{"tenant_share": 0.25}}')
+    check_names(value, HintLimits.__struct_fields__, "hints")
+    try:
+        return msgspec.convert(dict(value), HintLimits)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"hints={dict(value)!r} is not possible: {error}; see docs/hints.md") from None
+
+
 def _server(value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
+    if isinstance(value, str) and value.startswith(("tkv://", "tkvs://")):
+        return value  # looked at with the files beside it
     if isinstance(value, str) and value.startswith("unix:///") and len(value) > len("unix:///"):
         return value
-    raise ConfigError(f"server={value!r} is not possible; set 'auto', 'off' or 'unix:///path/to/socket'")
+    raise ConfigError(
+        f"server={value!r} is not possible; set 'auto', 'off' or 'unix:///path/to/socket', or 'tkvs://host:port' for "
+        f"one on another machine"
+    )
+
+
+def _file(options: Mapping[str, Any], name: str) -> Path | None:
+    """Return the absolute path of a file that an option says, or None.
+
+    Raises:
+        ConfigError: not a path, or a relative one.
+    """
+    return None if options.get(name) is None else parse_directory(options, name)
 
 
 def parse_bytes(options: Mapping[str, Any], name: str, default: int) -> int:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from tierkv.policy import ChainLRU, Policy
+from tierkv.policy import Hint, Policy, make_policy
 from tierkv.pool import HostPool
 
 
@@ -42,23 +42,35 @@ class Fetch:
 
 
 class Entry:
-    """A chunk in a slot. Read-only outside of :class:`HostIndex`."""
+    """A chunk in a slot. Read-only outside of :class:`HostIndex`, but for what the spill path notes of it.
+
+    Attributes:
+        anchor, tenant: what the store server is to know of it; no anchor: it is not for others.
+        saved: the disk has it, or it was offered to the store server because it is about to go.
+        num_sends: how often it was sent there.
+        noted: its second use was reported.
+    """
 
     __slots__ = (
+        "anchor",
         "doomed",
         "fetch",
         "fetch_index",
         "generation",
         "key",
         "last_used",
+        "noted",
         "num_hits",
         "num_pins",
+        "num_sends",
         "num_tokens",
         "parent",
         "position",
+        "saved",
         "slot",
         "source",
         "state",
+        "tenant",
     )
 
     FILLING = 0
@@ -80,6 +92,11 @@ class Entry:
         self.source = "host"
         self.num_hits = 0
         self.last_used = 0.0
+        self.anchor = b""
+        self.tenant = bytes(16)
+        self.saved = False
+        self.noted = False
+        self.num_sends = 0
 
     @property
     def usable(self) -> bool:
@@ -97,7 +114,7 @@ class HostIndex:
 
     Args:
         pool: the pool; its generations are raised here.
-        policy: what to evict.
+        policy: what to keep; by default a new one of the default kind.
         clock: seconds since 1970, for listings.
     """
 
@@ -111,7 +128,7 @@ class HostIndex:
         self.dropped: set[bytes] = set()
         self.num_evicted = 0
         self._clock = clock
-        self._policy: Policy[bytes] = ChainLRU() if policy is None else policy
+        self._policy: Policy[bytes] = make_policy() if policy is None else policy
         self._entries: dict[bytes, Entry] = {}
         self._free = list(range(pool.shape.num_slots - 1, -1, -1))
         self._num_quarantined = 0
@@ -164,13 +181,26 @@ class HostIndex:
             "dropped": set(self.dropped),
             "evicted": self.num_evicted,
             "generations": self.pool.generations.tolist(),
-            "order": list(self._policy) if isinstance(self._policy, ChainLRU) else [],
-            "stamps": self._policy.stamps() if isinstance(self._policy, ChainLRU) else {},
+            "policy": self._policy.dump(),
         }
 
     # -- changes: the scheduler thread only
 
-    def reserve(self, key: bytes, parent: bytes, position: int, num_tokens: int) -> Entry | None:
+    def note(self, keys: Sequence[bytes], hint: Hint | None = None) -> None:
+        """Note that a new request asks for a chain, root first, stored or not: once a request, never from a match."""
+        self._policy.note(keys, self._clock(), hint=hint)
+
+    def release(self, session: str) -> bool:
+        """Note that a session that was named in a hint is over; returns whether it was known."""
+        return self._policy.release(session)
+
+    def admits(self, key: bytes) -> bool:
+        """Return whether a chunk is worth a slot for longer than it takes to pass it on."""
+        return self._policy.admit(key, self._clock(), room=bool(self._free))
+
+    def reserve(
+        self, key: bytes, parent: bytes, position: int, num_tokens: int, anchor: bytes = b"", tenant: bytes = bytes(16)
+    ) -> Entry | None:
         """Make an entry for ``key`` in a free slot, evicting one if needed, and return it; None where nothing may go.
 
         Its parent never makes room for it: without its parent it would be worth nothing. The slot's generation is
@@ -185,6 +215,7 @@ class HostIndex:
         self.pool.generations[slot] = generation
         entry = Entry(key, parent, position, num_tokens, slot, generation)
         entry.last_used = self._clock()
+        entry.anchor, entry.tenant = anchor, tenant
         self._entries[key] = entry
         self._policy.add(key, parent)
         self.dropped.discard(key)
@@ -194,6 +225,7 @@ class HostIndex:
         """Note that the entry's payload is in its slot, from ``"host"`` (spilled), ``"disk"`` or ``"shared"``."""
         if entry.state == Entry.FILLING:
             entry.source = source
+            entry.saved = source == "disk"
             entry.state = Entry.READY
             entry.fetch = None
         elif entry.doomed:
@@ -278,6 +310,26 @@ class HostIndex:
         for entry in list(self._entries.values()):
             self.drop(entry, filling=entry.state == Entry.FILLING)
         self.dropped.clear()
+
+    def next_victims(self, num: int) -> list[Entry]:
+        """Return those that are not saved of the ``num`` entries that go next: leaves, and their ancestors after them.
+
+        They stay; the spill path sends them before they go. What is saved already is walked past, so that the start of
+        a chain whose end was sent before is not overlooked.
+        """
+        found: list[Entry] = []
+        seen: set[bytes] = set()
+        while len(seen) < num:
+            key = self._policy.victim(lambda k: k not in seen and self._may_evict(k))
+            if key is None:
+                break
+            entry = self._entries.get(key)
+            while entry is not None and len(seen) < num and entry.key not in seen:
+                if entry.state == Entry.READY and not entry.saved:
+                    found.append(entry)
+                seen.add(entry.key)
+                entry = self._entries.get(entry.parent)
+        return found
 
     def _take_slot(self, parent: bytes) -> int | None:
         if not self._free:

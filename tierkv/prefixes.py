@@ -7,9 +7,12 @@ prefix evicts its own part and everything that continues it, so that its neighbo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from tierkv.errors import RefusedError
+from tierkv.tiers.base import EntryInfo
 
 ID_DIGITS = 12
 
@@ -18,10 +21,14 @@ class Node:
     """A stored chunk: where it is and what is known of it.
 
     ``nbytes`` maps a tier to the bytes it costs there, ``num_copies`` to the copies there: each engine has a pool.
+    ``pins`` and ``expires`` are the longest over the tiers; ``tenant`` is empty where it is not known.
     """
 
     __slots__ = (
+        "anchor",
         "children",
+        "created",
+        "expires",
         "key",
         "last_used",
         "nbytes",
@@ -29,7 +36,9 @@ class Node:
         "num_hits",
         "num_tokens",
         "parent",
+        "pins",
         "position",
+        "tenant",
     )
 
     def __init__(self, key: bytes, parent: bytes, position: int, num_tokens: int) -> None:
@@ -42,6 +51,44 @@ class Node:
         self.children: list[bytes] = []
         self.num_hits = 0
         self.last_used = 0.0
+        self.created = 0.0
+        self.expires: dict[str, float] = {}
+        self.pins: dict[str, float] = {}
+        self.tenant = b""
+        self.anchor = b""
+
+
+class Prefix(NamedTuple):
+    """A stored prefix.
+
+    Attributes:
+        leaf: its last chunk.
+        own: the chunks that no other prefix shares, ancestors first.
+        num_stored: chunks of its chain that are stored.
+        nbytes: bytes of its whole chain by tier.
+        branch: the last chunk that it shares with another prefix; None where it shares none.
+    """
+
+    leaf: Node
+    own: list[Node]
+    num_stored: int
+    nbytes: dict[str, int]
+    branch: Node | None
+
+    @property
+    def last_used(self) -> float:
+        """When its own part was used last."""
+        return max(node.last_used for node in self.own)
+
+    @property
+    def created(self) -> float:
+        """When the first chunk of its own part was stored; 0 where no tier knows."""
+        return min((node.created for node in self.own if node.created), default=0.0)
+
+    @property
+    def hits(self) -> int:
+        """Hits of its own part: of its most used chunk."""
+        return max(node.num_hits for node in self.own)
 
 
 class Forest:
@@ -69,6 +116,52 @@ class Forest:
         node.num_copies[tier] = node.num_copies.get(tier, 0) + 1
         node.num_hits += num_hits
         node.last_used = max(node.last_used, last_used)
+
+    def add_entry(self, tier: str, entry: EntryInfo) -> None:
+        """Note that ``tier`` has ``entry``."""
+        e = entry
+        self.add(tier, e.key, e.parent, e.position, e.num_tokens, e.nbytes, e.num_hits, e.last_used)
+        node = self.nodes[e.key]
+        node.created = min(node.created, e.created) if node.created else e.created
+        node.expires[tier] = e.expires
+        node.tenant, node.anchor = e.tenant, e.anchor
+        for pin in e.pins:
+            node.pins[pin.owner] = max(node.pins.get(pin.owner, 0.0), pin.until)
+
+    def prefixes(self) -> Iterator[Prefix]:
+        """Yield every stored prefix, in time that grows with the chunks, not with the lengths of the chains."""
+        roots = [node for node in self.nodes.values() if self.parent(node) is None]
+        todo: list[tuple[Node, int, dict[str, int], Node | None]] = [(node, 0, {}, None) for node in roots]
+        while todo:
+            node, num, above, branch = todo.pop()
+            own = [node]
+            while len(node.children) == 1:
+                node = self.nodes[node.children[0]]
+                own.append(node)
+            nbytes = sum_by_tier(own, above)
+            num += len(own)
+            if node.children:
+                todo += [(self.nodes[key], num, nbytes, node) for key in node.children]
+            else:
+                yield Prefix(node, own, num, nbytes, branch)
+
+    def part(self, key: bytes) -> Forest:
+        """Return the forest of ``key``'s run and all that continues it; the chunks are this forest's."""
+        part = Forest()
+        part.nodes = {k: self.nodes[k] for k in self.own_part(key)}
+        return part
+
+    def closed(self, nodes: Iterable[Node]) -> list[Node]:
+        """Return those of ``nodes`` whose stored descendants are all among them too, parents first.
+
+        Removing them leaves no chunk without its ancestors.
+        """
+        order = sorted(nodes, key=lambda node: node.position)
+        keys = {node.key for node in order}
+        for node in reversed(order):
+            if not keys.issuperset(node.children):
+                keys.discard(node.key)
+        return [node for node in order if node.key in keys]
 
     def link(self) -> None:
         """Connect chunks with their parents; call once after the last :meth:`add`."""
@@ -133,9 +226,41 @@ class Forest:
         return self.own_part(last)
 
 
-def sum_by_tier(nodes: Iterable[Node]) -> dict[str, int]:
-    """Return the bytes of ``nodes`` by tier."""
-    total: dict[str, int] = {}
+def least_used(
+    forests: Mapping[bytes, Forest], tiers: Sequence[str], nbytes: int, may_go: Callable[[bytes, Node], bool]
+) -> dict[bytes, list[Node]]:
+    """Return the chunks to evict from ``tiers`` to free ``nbytes`` bytes there, by namespace, parents first.
+
+    Least recently used leaves first; a chunk becomes a leaf when all that continues it is to go. What ``may_go`` says
+    no to stays, with its ancestors. Chunks that are in none of the tiers are passed over. All that may go, where that
+    is less than ``nbytes``.
+    """
+    doomed: dict[bytes, list[Node]] = {}
+    left = {(ns, key): len(node.children) for ns, forest in forests.items() for key, node in forest.nodes.items()}
+    leaves = [
+        (node.last_used, -node.position, key, ns)
+        for ns, forest in forests.items()
+        for key, node in forest.nodes.items()
+        if not node.children and may_go(ns, node)
+    ]
+    heapq.heapify(leaves)
+    while leaves and nbytes > 0:
+        _, _, key, ns = heapq.heappop(leaves)
+        node = forests[ns].nodes[key]
+        if here := sum(node.nbytes.get(tier, 0) for tier in tiers):
+            doomed.setdefault(ns, []).append(node)
+            nbytes -= here
+        parent = forests[ns].parent(node)
+        if parent is not None:
+            left[ns, parent.key] -= 1
+            if not left[ns, parent.key] and may_go(ns, parent):
+                heapq.heappush(leaves, (parent.last_used, -parent.position, parent.key, ns))
+    return {ns: nodes[::-1] for ns, nodes in doomed.items()}
+
+
+def sum_by_tier(nodes: Iterable[Node], start: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return the bytes of ``nodes`` by tier, added to those of ``start``."""
+    total: dict[str, int] = dict(start or {})
     for node in nodes:
         for tier, nbytes in node.nbytes.items():
             total[tier] = total.get(tier, 0) + nbytes

@@ -175,9 +175,7 @@ class TierKVConnector(KVConnectorBase_V1):
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._sched:
-            self._sched.request_finished(request)
-        return False, None
+        return False, self._sched.request_finished(request) if self._sched else None
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tierkv.hostindex import Entry
-from tierkv.keys import anchor_index
+from tierkv.keys import anchor_index, chain_keys
+from tierkv_connector.hints import TIERS, Outcome
 from tierkv_connector.plan import Plan
 
 
@@ -17,6 +18,7 @@ class RequestState:
         "keys",
         "load",
         "no_load",
+        "outcome",
         "plan",
         "request",
         "root",
@@ -32,10 +34,32 @@ class RequestState:
         self.tenant = tenant
         self.epoch = epoch
         self.shareable = shareable
+        self.outcome: Outcome | None = None  # of its hints, where it brought any
         self.plan: Plan | None = None
         self.load: list[Entry] | None = None  # pinned for the load under way
         self.no_load = False  # a load failed: never offer this request one again
         self.store_next: int | None = None  # first chunk whose store has not been planned; None before the first step
+
+    @property
+    def tiers(self) -> frozenset[str]:
+        """The tiers that it may load from."""
+        return TIERS if self.outcome is None else self.outcome.hints.tiers
+
+    @property
+    def store(self) -> str:
+        """What of it is stored: ``"none"``, ``"prompt"``, or ``"all"``, generated tokens too."""
+        return "prompt" if self.outcome is None else self.outcome.hints.store
+
+    def follow_outputs(self, num_tokens: int, chunk_tokens: int) -> None:
+        """Give keys to whole chunks of generated tokens too.
+
+        Args:
+            num_tokens: tokens of the request that are known for good (no drafts), and whose KV this step completes.
+        """
+        num_keys, stop = len(self.keys), num_tokens // chunk_tokens
+        if stop > num_keys:
+            tokens = list(self.request.all_token_ids[num_keys * chunk_tokens : stop * chunk_tokens])
+            self.keys += chain_keys(self.parent(num_keys), tokens, chunk_tokens)
 
     def parent(self, i: int) -> bytes:
         return self.keys[i - 1] if i else self.root
@@ -43,10 +67,16 @@ class RequestState:
     def anchor(self, i: int) -> bytes:
         return self.keys[anchor_index(i)]
 
+    def public_anchor(self, i: int) -> bytes:
+        """Return the anchor of a chunk that others may have; empty for one that stays in this engine."""
+        return self.anchor(i) if self.shareable else b""
+
     def dump(self) -> dict[str, Any]:
         """Return the state as plain values, for tests that compare it."""
         return {
-            "flags": (self.epoch, self.shareable, self.no_load, self.store_next),
+            "flags": (self.epoch, self.shareable, self.no_load, self.store_next, self.store, sorted(self.tiers)),
+            "outcome": self.outcome and (self.outcome.gpu_tokens, dict(self.outcome.loaded), self.outcome.num_stored),
+            "num_keys": len(self.keys),
             "load": [e.key for e in self.load or ()],
             "plan": self.plan and self.plan.dump(),
         }

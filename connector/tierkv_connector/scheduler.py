@@ -32,16 +32,18 @@ from tierkv.hostindex import Entry, Fetch, HostIndex
 from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key, tenant_digest
 from tierkv.launcher import Launcher
 from tierkv.layout import Namespace, Shard
-from tierkv.messages import Hello, HostEntry, HostStat
+from tierkv.messages import FROM_DISK, FROM_SHARED, Hello, HostEntry, HostStat
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
 from tierkv.server_config import ServerConfig
 from tierkv.threads import leave_compute_core
 from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, scheduled
+from tierkv_connector.hints import TIERS, HintReader, Outcome
 from tierkv_connector.metadata import LoadJob, Piece, TierKVMetadata, TierKVWorkerMetadata
 from tierkv_connector.model import UnknownIdentityError, resolve_identity
 from tierkv_connector.plan import Plan, State
 from tierkv_connector.requests import RequestState
+from tierkv_connector.retention import Retention
 from tierkv_connector.spill import Spiller
 
 logger = logging.getLogger("tierkv")
@@ -108,6 +110,8 @@ class Scheduler:
         self._failed_loads: set[str] = set()  # loads under way of which a failure is known
         self._loads: list[LoadJob] = []
         self.spill = Spiller(self.index, offer.layout, self.counters)
+        self.hints = HintReader(config.hints, clock)
+        self.retention = Retention(self.index, config.hints, clock)
         self._waiting: dict[str, RequestState] = {}
         self._closed = False
 
@@ -163,11 +167,14 @@ class Scheduler:
             shared=shared_digest(config.shared_url) if launcher else None,
             disk_bytes=config.disk_bytes if launcher else None,
         )
-        client = StoreClient(config.socket, hello, self.pool.fds(), launcher, self._on_push)
+        client = StoreClient(config.address, hello, self.pool, launcher, self._on_push)
         welcome = client.start()
         if welcome:
             shared = f", shared {welcome.shared}" if welcome.shared else ""
             logger.info("joined the store server of %s (pid %d)%s", welcome.disk_dir, welcome.pid, shared)
+            if any(welcome.spill.get(tier, policy) != policy for tier, policy in config.spill.items()):
+                held = ", ".join(f"{tier} {policy}" for tier, policy in welcome.spill.items())
+                logger.warning("that store server's spill policies hold: %s; this engine asked for others", held)
         return client
 
     def _adopt_identity(self) -> None:
@@ -186,13 +193,24 @@ class Scheduler:
         """Compute the request's keys and start its plan."""
         self._apply_replies()
         self._adopt_identity()
-        if not is_plain_prompt(request):
+        tenant = (request.cache_salt or "").encode()
+        hints = self.hints.read(request, tenant_digest(tenant))
+        plain = is_plain_prompt(request)
+        if not plain and hints is None:
             return
-        state = self._new_state(request)
-        if state.keys:
-            self.requests[request.request_id] = state
-            self._waiting[request.request_id] = state
-            self._plan(state)
+        state = self._new_state(request, tenant, plain)
+        if hints is not None:
+            state.outcome = Outcome(hints)
+            if not plain:
+                hints.keep_to_gpu()
+        if not state.keys and hints is None:
+            return
+        first = self.retention.arrived(state, self.client)
+        self.requests[request.request_id] = state
+        self._waiting[request.request_id] = state
+        self._plan(state)
+        if first and request.request_id in self._unstarted:
+            self._unstarted = {request.request_id: state} | self._unstarted
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past ``num_computed_tokens`` are in the host pool now, or None: ask again.
@@ -201,6 +219,8 @@ class Scheduler:
         """
         state = self.requests.get(request.request_id)
         if state is None or state.no_load or state.epoch != self._epoch or request.skip_reading_prefix_cache:
+            return 0, False
+        if not state.tiers:
             return 0, False
         size = self.layout.chunk_tokens
         first = num_computed_tokens // size
@@ -247,6 +267,7 @@ class Scheduler:
             self._plan(state)
         self._replan_waiting()
         self._advance_plans()
+        self.spill.advance(self.client)
         return TierKVMetadata(loads, stores, fence)
 
     @staticmethod
@@ -265,17 +286,26 @@ class Scheduler:
         if report is None:
             return
         self.counters["load_nbytes"] += report.load_nbytes
-        self.spill.send(self.spill.copied(report), self.client, self._epoch)
+        self.spill.computed(self.spill.copied(report), self.client)
 
-    def request_finished(self, request: Any) -> None:
-        """Give back what the request held. A load under way goes on until the workers report it."""
+    def request_finished(self, request: Any) -> dict[str, Any] | None:
+        """Give back what the request held. A load under way goes on until the workers report it.
+
+        Returns what its response is to say: nothing for a request without hints.
+        """
         state = self.requests.pop(request.request_id, None)
         self._waiting.pop(request.request_id, None)
         if state is None:
-            return
+            return None
         if state.load is not None:
             self._ended_loads[request.request_id] = state.load
         self._end_plan(state)
+        if state.outcome is None:
+            return None
+        if state.epoch == self._epoch:
+            self.retention.finished(state, self.client)
+        num_prompt_tokens = getattr(request, "num_prompt_tokens", None) or len(request.prompt_token_ids or ())
+        return state.outcome.answer(num_prompt_tokens, self.layout.chunk_tokens)
 
     def has_pending_stores(self) -> bool:
         """Return whether copies to the host pool are under way: vLLM is to keep stepping until they are reported."""
@@ -306,11 +336,10 @@ class Scheduler:
 
     # -- plans
 
-    def _new_state(self, request: Any) -> RequestState:
-        tenant = (request.cache_salt or "").encode()
+    def _new_state(self, request: Any, tenant: bytes, plain: bool) -> RequestState:
         shareable = self._shareable and not self._epoch_nonce
         root = root_key(self._identity, self._epoch_nonce, tenant)
-        keys = chain_keys(root, request.prompt_token_ids, self.layout.chunk_tokens)
+        keys = chain_keys(root, request.prompt_token_ids, self.layout.chunk_tokens) if plain else []
         return RequestState(request, root, keys, tenant_digest(tenant), self._epoch, shareable)
 
     def _plan(self, state: RequestState) -> None:
@@ -320,10 +349,17 @@ class Scheduler:
         stop = min(len(state.keys), (request.num_tokens - 1) // size)
         start = self.index.run_end(state.keys, min(gpu_run, stop), stop)
         self.index.touch(state.keys[:start])
+        if start and state.store != "none" and self.client is not None and self.client.connected():
+            self.spill.note_use(state, start, self.client)
         plan = state.plan = Plan(start, stop, gpu_run)
         if start >= stop or not state.shareable or state.no_load or state.epoch != self._epoch:
             return
         if request.skip_reading_prefix_cache or self.client is None or not self.client.connected():
+            return
+        if state.tiers <= {"host"}:
+            return
+        if self.client.denies(state.keys[start]):
+            self.counters["filtered"] += 1
             return
         if self._may_start_plan():
             self._start_plan(state, plan)
@@ -343,7 +379,8 @@ class Scheduler:
         plan.match = self.client.match(
             plan.lane, plan.start, state.anchor(plan.start), state.keys[plan.start : plan.stop]
         )
-        self._fetch_next(state, plan, plan.stop)  # the first chunks without waiting for the answer
+        if state.tiers >= TIERS:  # else the answer says what may be fetched
+            self._fetch_next(state, plan, plan.stop)  # the first chunks without waiting for the answer
 
     def _advance_plans(self) -> None:
         """Send what the plans may fetch now, and end the plans for which nothing more will come."""
@@ -352,6 +389,8 @@ class Scheduler:
             state = self.requests[req_id]
             letters = plan.match.letters if plan.match else b""
             if letters is not None and plan.state is State.MATCHING:
+                if not state.tiers >= TIERS:
+                    plan.stop = min(plan.stop, plan.start + _allowed(letters, state.tiers))
                 plan.to(State.FETCHING if letters or plan.fetches else State.READY)
             if letters and plan.state is State.FETCHING and now < plan.deadline and not plan.failed():
                 while self._fetch_next(state, plan, min(plan.stop, plan.start + len(letters))):
@@ -394,7 +433,9 @@ class Scheduler:
                 break
             entry = None
             if 2 * self._num_leased < self.pool.shape.num_slots:
-                entry = self.index.reserve(key, state.parent(i), i, self.layout.chunk_tokens)
+                entry = self.index.reserve(
+                    key, state.parent(i), i, self.layout.chunk_tokens, state.public_anchor(i), state.tenant
+                )
             if entry is None:
                 plan.stop = i  # the pool is full of what others hold: claim what arrives, compute the rest
                 break
@@ -434,6 +475,7 @@ class Scheduler:
     def _apply_replies(self) -> None:
         """Take note in the index of what the reader thread has received."""
         self.index.apply_drops()
+        self.spill.apply_answers()
         self._apply_fetches()
 
     def _apply_fetches(self) -> None:
@@ -492,8 +534,11 @@ class Scheduler:
             first, stop = max(begin, i * per_chunk), min(end, (i + 1) * per_chunk)
             pieces.append(Piece(entry.slot, first - i * per_chunk, tuple(block_ids[first:stop])))
             entries.append(entry)
-        for entry in entries:
-            self.counters[f"{self.index.used(entry)}_hits"] += 1
+        for entry, piece in zip(entries, pieces, strict=True):
+            source = self.index.used(entry)
+            self.counters[f"{source}_hits"] += 1
+            if state.outcome is not None:
+                state.outcome.loads(source, len(piece.block_ids) * layout.block_tokens)
         wait_until = self._clock() + self.config.deadline_s
         for entry in entries:
             self.index.pin(entry)
@@ -517,6 +562,8 @@ class Scheduler:
             self.counters["load_failures"] += 1
             if state is not None:
                 state.no_load = True
+                if state.outcome is not None:
+                    state.outcome.load_failed()
 
     # -- questions of the store server: the reader thread
 
@@ -524,7 +571,7 @@ class Scheduler:
         if what == "list":
             return msgspec.msgpack.encode(
                 [
-                    HostEntry(e.key, e.parent, e.position, e.num_tokens, e.last_used, e.num_hits)
+                    HostEntry(e.key, e.parent, e.position, e.num_tokens, e.last_used, e.num_hits, e.tenant)
                     for e in self.index.snapshot()
                 ]
             )
@@ -537,6 +584,8 @@ class Scheduler:
             if client is not None:
                 client.drop(there, self.index.dropped)
             return str(len(there)).encode()
+        if what == "session":
+            return self.retention.take_order(body)
         if what == "stat":
             return msgspec.json.encode(self.stat())
         return b""
@@ -546,6 +595,8 @@ class Scheduler:
         shape = self.pool.shape
         counters = dict(self.counters) | dict(self.spill.queue.counters)
         counters["store_queue_nbytes"] = self.spill.queue.nbytes
+        if self.client is not None and self.client.num_bad:
+            counters["fetched_bad"] = self.client.num_bad
         return HostStat(
             engine_id=self._engine_id,
             pid=os.getpid(),
@@ -575,6 +626,13 @@ class Scheduler:
             "fetch_nbytes": self._fetch_nbytes,
             "num_leased": self._num_leased,
             "spill": self.spill.dump(),
+            "retention": self.retention.dump(),
             "epoch": (self._epoch, self._epoch_nonce, self._identity, self._shareable),
             "counters": dict(self.counters),
         }
+
+
+def _allowed(letters: bytes, tiers: frozenset[str]) -> int:
+    """Return how many of the chunks that a MATCH found are, from the first on, in a tier that may be loaded from."""
+    names = {FROM_DISK[0]: "disk", FROM_SHARED[0]: "shared"}
+    return next((i for i, letter in enumerate(letters) if names.get(letter) not in tiers), len(letters))

@@ -1,27 +1,37 @@
 """The spill path: which chunks are copied to the host pool, and sent from there to the store server.
 
 Chunks are planned in the metadata of the step that computes them, because their blocks may be given away right after.
-When the workers report the copy, the chunk is ready in the host pool, and is sent.
+When the workers report the copy, the chunk is ready in the host pool. When it is sent on is the store server's policy:
+at once; when another request uses it, which the server is told; or when it is about to leave the pool.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierkv.client import StoreClient
-from tierkv.config import COMMAND_NBYTES, STORE_NBYTES
+from tierkv.config import COMMAND_NBYTES, STORE_NBYTES, Spill
 from tierkv.hostindex import Entry, HostIndex
 from tierkv.layout import Layout
-from tierkv.messages import DROPPED, EXISTS, FAILED, STALE, STORED, StoreItem
+from tierkv.messages import (
+    COMPUTED,
+    DECLINED,
+    DROPPED,
+    EVICTED,
+    EXISTS,
+    FAILED,
+    STALE,
+    STORED,
+    USED,
+    WANTED,
+    StoreItem,
+)
 from tierkv_connector.compat import block_ids_of, scheduled
 from tierkv_connector.metadata import Piece, StoreJob, TierKVWorkerMetadata
 from tierkv_connector.requests import RequestState
-
-#: A chunk and the request that computed it.
-Spilled = tuple[Entry, RequestState]
 
 #: Counter of each reply letter of STORE (tierkv.messages), in chunks.
 _STORE_COUNTERS = {
@@ -30,7 +40,13 @@ _STORE_COUNTERS = {
     STALE: "stores_stale",
     DROPPED: "stores_dropped",
     FAILED: "stores_failed",
+    DECLINED: "stores_declined",
 }
+#: A chunk whose STORE was lost with its server is sent again, this often in all.
+_MAX_SENDS = 3
+#: With ``on-evict``, this share of the pool, or one command's worth, is sent before it is to go; this many at most.
+_SAVE_AHEAD = 1 / 16
+_MAX_AHEAD = 512
 
 
 class StoreQueue:
@@ -65,13 +81,17 @@ class Spiller:
     """
 
     def __init__(self, index: HostIndex, layout: Layout, counters: Counter[str]) -> None:
-        self.copying: dict[int, Spilled] = {}
+        self.copying: dict[int, Entry] = {}
         self.queue = StoreQueue()
         self._index = index
         self._layout = layout
         self._counters = counters
         self._payload_nbytes = index.pool.shape.payload_nbytes
         self._next_job = 0
+        self._unsent: deque[Entry] = deque(maxlen=index.pool.shape.num_slots)  # lost, or not sent while nobody listened
+        self._wanted: deque[tuple[list[Entry], bytes]] = deque()  # answers to USE, from the reader thread
+        self._saving: deque[Entry] = deque()  # pinned while they are sent; the reader thread takes note in _saved
+        self._saved: deque[Entry] = deque()
 
     def plan(self, scheduler_output: Any, requests: Mapping[str, RequestState], epoch: int) -> list[StoreJob]:
         """Return copies of the prompt chunks that this step completes; requests of another epoch store nothing."""
@@ -84,7 +104,13 @@ class Spiller:
             if state.store_next is None:
                 state.store_next = num_computed // size
                 self._counters["missed"] += max(0, len(state.keys) - state.store_next)
+                if state.outcome is not None:
+                    state.outcome.begins(num_computed)
             after = num_computed + scheduler_output.num_scheduled_tokens[req_id]
+            if state.store == "none":
+                continue
+            if state.store == "all" and state.epoch == epoch:
+                state.follow_outputs(min(after, state.request.num_tokens), size)
             end = min(len(state.keys), after // size)
             if state.store_next < end and state.epoch == epoch:
                 self._plan_chunks(scheduler_output, state, end, jobs)
@@ -105,22 +131,26 @@ class Spiller:
             ids = block_ids[i * per_chunk : (i + 1) * per_chunk]
             if len(ids) < per_chunk or 0 in ids:  # block 0 is vLLM's null block: it holds nothing
                 continue
-            entry = self._index.reserve(state.keys[i], state.parent(i), i, self._layout.chunk_tokens)
+            entry = self._index.reserve(
+                state.keys[i], state.parent(i), i, self._layout.chunk_tokens, state.public_anchor(i), state.tenant
+            )
             if entry is None:
                 self._counters["not_spilled"] += 1  # every slot is in use
                 continue
             self._next_job += 1
-            self.copying[self._next_job] = (entry, state)
+            self.copying[self._next_job] = entry
+            if state.outcome is not None:
+                state.outcome.num_stored += 1
             jobs.append(StoreJob(self._next_job, Piece(entry.slot, 0, tuple(ids))))
 
-    def copied(self, report: TierKVWorkerMetadata) -> list[Spilled]:
+    def copied(self, report: TierKVWorkerMetadata) -> list[Entry]:
         """Take note of copies that the workers report, and return the chunks that are in the host pool now."""
         self._counters["spill_nbytes"] += report.store_nbytes
         arrived = []
         for job_id, num_ranks in report.stored.items():
             if num_ranks < self._index.pool.shape.num_parts or job_id not in self.copying:
                 continue
-            entry, state = self.copying.pop(job_id)
+            entry = self.copying.pop(job_id)
             if job_id in report.failed_stores:
                 self._index.drop(entry, filling=True)
                 self._index.stopped(entry)
@@ -128,54 +158,144 @@ class Spiller:
             self._index.filled(entry, "host")
             if entry.state == Entry.READY:
                 self._counters["spilled"] += 1
-                arrived.append((entry, state))
+                arrived.append(entry)
         return arrived
 
-    def send(self, arrived: Sequence[Spilled], client: StoreClient | None, epoch: int) -> None:
+    def computed(self, arrived: Sequence[Entry], client: StoreClient | None) -> None:
+        """Send chunks that were just computed, unless every tier wants them later or never."""
+        if client is None:
+            return
+        if not client.connected():
+            self._unsent += [e for e in arrived if e.anchor]
+            self._counters["not_sent"] += sum(bool(e.anchor) for e in arrived)
+        elif {Spill.THROUGH, Spill.SECOND_USE} & set(client.spill.values()):
+            self.send(arrived, client, COMPUTED)
+
+    def send(self, entries: Sequence[Entry], client: StoreClient, reason: int) -> None:
         """Send chunks to the store server, within the budget of the queue; what others must not see stays here."""
-        batch: list[StoreItem] = []
-        for entry, state in arrived:
-            if client is None or not state.shareable or state.epoch != epoch:
+        batch: list[Entry] = []
+        for entry in entries:
+            if not entry.anchor or entry.state != Entry.READY:
                 continue
-            full = self.queue.nbytes + (len(batch) + 1) * self._payload_nbytes > STORE_NBYTES
-            if full or not client.connected():
+            if self.queue.nbytes + (len(batch) + 1) * self._payload_nbytes > STORE_NBYTES:
                 self._counters["not_sent"] += 1
                 continue
-            batch.append(_item(entry, state))
+            batch.append(entry)
             if len(batch) * self._payload_nbytes >= COMMAND_NBYTES:
-                self._send_batch(batch, client)
+                self._send_batch(batch, client, reason)
                 batch = []
         if batch:
-            self._send_batch(batch, client)
+            self._send_batch(batch, client, reason)
 
-    def _send_batch(self, batch: list[StoreItem], client: StoreClient | None) -> None:
-        assert client is not None
+    def _send_batch(self, batch: list[Entry], client: StoreClient, reason: int) -> None:
         nbytes = len(batch) * self._payload_nbytes
         self.queue.add(nbytes)
+        for entry in batch:
+            entry.num_sends += 1
+            if reason == EVICTED:  # what was sent before may have been for another tier, or declined
+                entry.saved = True
+                self._index.pin(entry)
+                self._saving.append(entry)
 
         def done(letters: bytes | None) -> None:
             self.queue.add(-nbytes)
             self.queue.count(len(batch), letters)
+            if letters is None:
+                lost = [e for e in batch if e.num_sends < _MAX_SENDS]
+                for entry in lost:
+                    entry.saved = False
+                self._unsent += lost
+            if reason == EVICTED:
+                self._saved.extend(batch)
 
-        client.store(batch, self._index.dropped, done)
+        client.store([_item(entry, reason) for entry in batch], self._index.dropped, done)
+
+    def note_use(self, state: RequestState, stop: int, client: StoreClient) -> None:
+        """Tell the store server, once a chunk, that another request uses what is in the host pool.
+
+        Args:
+            stop: the request's chunks before this one are on the GPU or in the pool.
+        """
+        if Spill.SECOND_USE not in client.spill.values():
+            return
+        run: list[Entry] = []
+        for i in range(stop):
+            entry = self._index.get(state.keys[i])
+            if entry is not None and entry.state == Entry.READY and entry.anchor and not entry.noted:
+                entry.noted = True
+                run.append(entry)
+                continue
+            self._send_use(run, client)
+            run = []
+        self._send_use(run, client)
+
+    def _send_use(self, run: list[Entry], client: StoreClient) -> None:
+        if not run:
+            return
+
+        def arrived(letters: bytes | None) -> None:
+            if letters and WANTED in letters:
+                self._wanted.append((run, letters))
+
+        client.use(run[0].position, run[0].anchor, [e.key for e in run], arrived)
+
+    def apply_answers(self) -> None:
+        """Let go of the slots whose chunks were sent because they are to leave: the server has answered, or is out."""
+        while self._saved:
+            self._saving.remove(entry := self._saved.popleft())
+            self._index.unpin(entry)
+
+    def advance(self, client: StoreClient | None) -> None:
+        """Send what the server has asked for, what was lost, and what is about to leave the pool."""
+        if client is None or not client.connected():
+            return
+        while self._wanted:
+            run, letters = self._wanted.popleft()
+            wanted = [e for i, e in enumerate(run) if letters[i : i + 1] == WANTED]
+            self.send(wanted, client, USED)
+        if self._unsent and 2 * self.queue.nbytes < STORE_NBYTES:
+            lost = [self._unsent.popleft() for _ in range(min(len(self._unsent), _per_command(self._payload_nbytes)))]
+            self.computed(lost, client)
+        if client.spill.get("disk") == Spill.ON_EVICT or self._last_stop_is_host(client.spill):
+            self._save_ahead(client)
+
+    @staticmethod
+    def _last_stop_is_host(spill: Mapping[str, str]) -> bool:
+        """Return whether what the pool lets go is to go to the shared tier, with no disk between."""
+        return spill.get("shared") == Spill.ON_EVICT and spill.get("disk") == Spill.NEVER
+
+    def _save_ahead(self, client: StoreClient) -> None:
+        num_slots, per_command = self._index.pool.shape.num_slots, _per_command(self._payload_nbytes)
+        wanted = min(max(per_command, min(int(num_slots * _SAVE_AHEAD), _MAX_AHEAD)), num_slots // 2)
+        room = (STORE_NBYTES // 2 - self.queue.nbytes) // self._payload_nbytes
+        num = wanted - self._index.num_free
+        if num > 0 and room > 0:
+            victims = [entry for entry in self._index.next_victims(num) if entry.anchor]
+            self.send(victims[:room], client, EVICTED)
 
     def dump(self) -> dict[str, Any]:
         """Return the state as plain values, for tests that compare it."""
         return {
-            "copying": {job_id: (e.key, e.slot, e.generation) for job_id, (e, _) in self.copying.items()},
+            "copying": {job_id: (e.key, e.slot, e.generation) for job_id, e in self.copying.items()},
             "next_job": self._next_job,
+            "waiting": ([e.key for e in self._unsent], len(self._wanted), len(self._saving), len(self._saved)),
             "queue": (self.queue.nbytes, dict(self.queue.counters)),
         }
 
 
-def _item(entry: Entry, state: RequestState) -> StoreItem:
+def _per_command(payload_nbytes: int) -> int:
+    return max(1, COMMAND_NBYTES // payload_nbytes)
+
+
+def _item(entry: Entry, reason: int) -> StoreItem:
     return StoreItem(
         key=entry.key,
         parent=entry.parent,
-        anchor=state.anchor(entry.position),
+        anchor=entry.anchor,
         position=entry.position,
         num_tokens=entry.num_tokens,
-        tenant=state.tenant,
+        tenant=entry.tenant,
         slot=entry.slot,
         generation=entry.generation,
+        reason=reason,
     )

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from demo_model import ensure_demo_model
-from engine_process import CHUNK_TOKENS, VOCAB, Answer, Engine, Lab, Prompts, drain, shut_down
+from engine_process import CHUNK_TOKENS, THROUGH, VOCAB, Answer, Engine, Lab, Prompts, drain, shut_down
 from servers import RedisServer
 from tierkv.payload import HEADER_NBYTES
 
@@ -115,11 +115,11 @@ def observed(reference: Engine, model: Path, module_lab: Lab, redis_server: Redi
                 reference.one(case.prime, max_tokens=1)
             seen.gpu[name, tier] = reference.one(prompt)
 
-    first = lab.engine(model, {"disk_dir": lab.disk("first"), "shared_url": url})
+    first = lab.engine(model, {"disk_dir": lab.disk("first"), "shared_url": url, "spill": THROUGH})
     for case in CASES.values():
         first.one(case.prime, max_tokens=1)
     drain(lab.disk("first"))
-    shared = lab.engine(model, {"disk_dir": lab.disk("second"), "shared_url": url})
+    shared = lab.engine(model, {"disk_dir": lab.disk("second"), "shared_url": url, "spill": THROUGH})
     run_cases(shared, "shared", seen)
     shared.stop()
     run_cases(first, "host", seen)
@@ -129,7 +129,7 @@ def observed(reference: Engine, model: Path, module_lab: Lab, redis_server: Redi
     shut_down(lab.disk("first"))
     seen.lmdb.update(read_lmdb(lab.disk("first")))
     seen.redis.update(read_redis(redis_server))
-    again = lab.engine(model, {"disk_dir": lab.disk("first"), "shared_url": url})
+    again = lab.engine(model, {"disk_dir": lab.disk("first"), "shared_url": url, "spill": THROUGH})
     run_cases(again, "disk", seen)
     return seen
 
@@ -248,7 +248,12 @@ def test_a_real_model_answers_the_same_from_every_tier(module_lab: Lab, redis_se
     model = ensure_demo_model()
     prompt = chat_prompt(model)
     num_hits = (len(prompt) - 1) // CHUNK_TOKENS
-    options: dict[str, Any] = {"host_bytes": "256MiB", "disk_bytes": "512MiB", "shared_url": redis_server.url}
+    options: dict[str, Any] = {
+        "host_bytes": "256MiB",
+        "disk_bytes": "512MiB",
+        "shared_url": redis_server.url,
+        "spill": THROUGH,
+    }
     answers: dict[str, Answer] = {}
     first = module_lab.engine(model, options | {"disk_dir": module_lab.disk("smol")})
     answers["cold"] = first.one(prompt, max_tokens=16)

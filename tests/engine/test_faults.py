@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts, admin, drain, server_pid
+from engine_process import CHUNK_TOKENS, THROUGH, Answer, Engine, Lab, Prompts, admin, drain, server_pid
 from leaks import pool_files, shm_names
 from records import wait_until
 from servers import RedisServer
@@ -34,7 +34,7 @@ def disk(module_lab: Lab) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_engine(module_lab: Lab, model: Path, disk: Path, redis_server: RedisServer) -> Engine:
-    return module_lab.engine(model, {"disk_dir": disk, "shared_url": redis_server.url})
+    return module_lab.engine(model, {"disk_dir": disk, "shared_url": redis_server.url, "spill": THROUGH})
 
 
 @pytest.fixture

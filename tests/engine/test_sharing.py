@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import CHUNK_TOKENS, Answer, Engine, EngineError, Lab, Prompts, admin, drain, server_pid
+from engine_process import CHUNK_TOKENS, THROUGH, Answer, Engine, EngineError, Lab, Prompts, admin, drain, server_pid
 from seeded_model import write_seeded_llama
 from servers import RedisServer, free_port
 
@@ -26,7 +26,7 @@ def disk(module_lab: Lab) -> Path:
 @pytest.fixture(scope="module")
 def owner(module_lab: Lab, model: Path, disk: Path, redis_server: RedisServer) -> Engine:
     """An engine with a store server; Python draws its hash seed."""
-    return module_lab.engine(model, {"disk_dir": disk, "shared_url": redis_server.url}).ready()
+    return module_lab.engine(model, {"disk_dir": disk, "shared_url": redis_server.url, "spill": THROUGH}).ready()
 
 
 def test_an_engine_joins_the_server_of_its_directory(
@@ -34,7 +34,9 @@ def test_an_engine_joins_the_server_of_its_directory(
 ) -> None:
     """The owner's budget holds, and the joiner says so once. Both hit what the other one stores."""
     joiner = lab.engine(
-        model, {"disk_dir": disk, "disk_bytes": "128MiB", "shared_url": redis_server.url}, hash_seed="7"
+        model,
+        {"disk_dir": disk, "disk_bytes": "128MiB", "shared_url": redis_server.url, "spill": THROUGH},
+        hash_seed="7",
     )
     prompts = [PROMPTS.new(200), PROMPTS.new(200)]
     for one, other, prompt in ((owner, joiner, prompts[0]), (joiner, owner, prompts[1])):
@@ -58,7 +60,7 @@ def test_a_joiner_with_another_shared_tier_is_refused_in_a_sentence(
     lab: Lab, owner: Engine, model: Path, disk: Path, redis_server: RedisServer
 ) -> None:
     url = f"redis://me:secret@127.0.0.1:{free_port()}/0"
-    refused = lab.engine(model, {"disk_dir": disk, "shared_url": url})
+    refused = lab.engine(model, {"disk_dir": disk, "shared_url": url, "spill": THROUGH})
     with pytest.raises(EngineError) as error:
         refused.ready()
     assert str(disk) in str(error.value)
@@ -72,7 +74,7 @@ def test_two_store_servers_and_one_redis(
     lab: Lab, owner: Engine, model: Path, disk: Path, redis_server: RedisServer, cold: Cold
 ) -> None:
     other_disk = lab.disk()
-    far = lab.engine(model, {"disk_dir": other_disk, "shared_url": redis_server.url}, hash_seed="7")
+    far = lab.engine(model, {"disk_dir": other_disk, "shared_url": redis_server.url, "spill": THROUGH}, hash_seed="7")
     prompts = [PROMPTS.new(200), PROMPTS.new(200)]
     for one, its_disk, other, prompt in ((owner, disk, far, prompts[0]), (far, other_disk, owner, prompts[1])):
         one.one(prompt)

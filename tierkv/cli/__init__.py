@@ -15,22 +15,39 @@ from collections.abc import Sequence
 import click
 
 from tierkv import __version__
-from tierkv.errors import ConfigError, RefusedError, TierKVError, UnavailableError
+from tierkv.errors import ConfigError, NotFoundError, RefusedError, TierKVError, UnavailableError
 
 EXIT_OK, EXIT_NOTHING, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
 EXIT_INTERRUPTED = 130
 
 #: The verbs and what the listing says of them: known without importing any.
 VERBS = {
-    "evict": "Remove a prefix, a prompt or a namespace from the tiers.",
+    "config": "Check, show and explain the store server's configuration.",
+    "du": "Sum up bytes by namespace, tenant or depth in the prompt.",
+    "events": "Follow stores, fetches and evictions.",
+    "evict": "Remove a prefix, a prompt, what is old, or a namespace from the tiers.",
+    "export": "Write stored prefixes to a safetensors file.",
+    "import": "Store the prefixes in a file that export wrote.",
     "ls": "List the stored prefixes.",
     "match": "Show how much of a prompt is stored, and where.",
+    "ns": "List the namespaces: models, layouts, bytes.",
+    "pin": "Keep a prefix, whatever needs its room, for a time.",
+    "session": "List, release or prefetch the sessions that requests name.",
     "serve": "Run a store server in the foreground.",
+    "show": "Show a stored prefix chunk by chunk.",
+    "slow": "Show operations that were slow, or failed.",
     "stat": "Show the server, its tiers and its engines.",
+    "top": "Watch what the tiers are doing.",
+    "tree": "Draw the stored prefixes as a tree.",
+    "ttl": "Let a prefix expire at a time of its own.",
+    "unpin": "Take pins off a prefix.",
+    "verify": "Read back what is stored and check it.",
+    "warm": "Bring a prefix from the shared tier to this node's disk.",
 }
+_MODULES = {"import": "import_"}  # Python's own word
 _EPILOG = """Exit codes: 0 done, 1 nothing matched, 2 bad usage, 3 the server is not reachable, 4 refused or incomplete.
 
-TIERKV_SERVER names the server's socket for every verb but serve, TIERKV_DEBUG=1 shows tracebacks."""
+TIERKV_SERVER names the server's socket for every verb but serve and config, TIERKV_DEBUG=1 shows tracebacks."""
 
 
 class NothingMatchedError(TierKVError):
@@ -50,7 +67,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"tierkv.cli.{cmd_name}").command
+        command = importlib.import_module(f"tierkv.cli.{_MODULES.get(cmd_name, cmd_name)}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -66,6 +83,10 @@ class LazyGroup(click.Group):
             return result
         except (BrokenPipeError, KeyboardInterrupt) as error:
             raise _Left(error) from None
+        except (NothingMatchedError, NotFoundError) as error:
+            if ctx.meta.get("tierkv.quiet"):
+                raise _Left(error) from None
+            raise
 
 
 class _Left(Exception):
@@ -106,7 +127,7 @@ def _left(reason: BaseException) -> int:
     if isinstance(reason, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to say at exit
         return EXIT_OK
-    return EXIT_INTERRUPTED
+    return EXIT_NOTHING if isinstance(reason, TierKVError) else EXIT_INTERRUPTED
 
 
 def _sentence(error: Exception) -> str:
@@ -122,7 +143,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _exit_code(error: Exception) -> int:
-    if isinstance(error, NothingMatchedError):
+    if isinstance(error, NothingMatchedError | NotFoundError):
         return EXIT_NOTHING
     if isinstance(error, UnavailableError):
         return EXIT_UNREACHABLE

@@ -1,4 +1,4 @@
-"""``tierkv evict``: remove a prefix, a prompt or a namespace from the tiers."""
+"""``tierkv evict``: remove a prefix, a prompt, what is old, a tenant or a namespace from the tiers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import msgspec
 
 from tierkv.cli import IncompleteError, NothingMatchedError
 from tierkv.cli.options import (
+    Size,
+    Span,
+    Store,
     connect,
     hex_start,
     json_option,
@@ -20,21 +23,35 @@ from tierkv.cli.options import (
     print_json,
     prompt_options,
     server_option,
+    tenant_option,
+    tenant_start,
     tier_option,
 )
-from tierkv.cli.prompt import read_prompt
-from tierkv.client import AdminClient
+from tierkv.cli.prompt import Prompt, read_prompt
 from tierkv.errors import ConfigError, RefusedError
-from tierkv.messages import Select
+from tierkv.selection import Select
+
+_EXAMPLES = """\b
+Examples:
+  tierkv evict ccae6962a8f4 --dry-run           say what would go
+  tierkv evict --tokens-file prompt.json        a prompt, from every tier and engine
+  tierkv evict --unused-for 7d --tier disk --yes
+  tierkv evict --free 50GiB --tier disk --yes   what was used longest ago goes first
+  tierkv evict --namespace 7e2f --yes           a model's, all of it"""
 
 
-@click.command("evict")
+@click.command("evict", epilog=_EXAMPLES)
 @click.argument("prefix", metavar="[ID]", required=False)
 @prompt_options
 @namespace_option
+@tenant_option
+@click.option("--older-than", type=Span(), default=0.0, help="What was stored longer ago than TIME, such as 7d.")
+@click.option("--unused-for", type=Span(), default=0.0, help="What was not used for TIME.")
+@click.option("--free", type=Size(), default=0, help="What was used longest ago, until SIZE is free on the tiers.")
 @tier_option
+@click.option("--force", is_flag=True, help="Pinned chunks too.")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
-@click.option("--yes", is_flag=True, help="Remove a whole namespace without asking.")
+@click.option("--yes", is_flag=True, help="Remove more than one prefix or prompt without asking.")
 @json_option
 @server_option
 def command(
@@ -44,42 +61,68 @@ def command(
     salt: str | None,
     salt_file: str | None,
     namespace: str | None,
+    tenant: str,
+    older_than: float,
+    unused_for: float,
+    free: int,
     tiers: tuple[str, ...],
+    force: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
     server: str | None,
 ) -> None:
-    """Remove a stored prefix (by its ID), a prompt (by its token ids) or, with --namespace alone, a whole namespace.
+    """Remove a stored prefix (by its ID), a prompt (by its token ids), or what the options pick out.
 
-    A prefix goes with all that continues it; chunks that other prefixes share stay, so that those still hit.
-    The host pools of connected engines are included.
+    A prefix goes with all that continues it; chunks that other prefixes share stay, so that those still hit. Options
+    narrow each other down; --namespace alone is the whole namespace. The host pools of connected engines are included,
+    and other nodes remove it too where disk and shared tier are both meant. What is pinned stays, unless --force.
     """
-    start = namespace_start(namespace)
     prompt = read_prompt(tokens, tokens_file, salt, salt_file)
     if prefix is not None and prompt is not None:
         raise click.UsageError("an id and a prompt are both given; give one of them")
-    if prefix is None and prompt is None and namespace is None:
+    select = Select(
+        ns=namespace_start(namespace),
+        prefix="" if prefix is None else hex_start(prefix, "id"),
+        tenant=tenant_start(tenant),
+        tiers=list(tiers),
+        older_s=older_than,
+        unused_s=unused_for,
+        free_nbytes=free,
+        force=force,
+        dry_run=dry_run,
+    )
+    picks = bool(tenant or older_than or unused_for or free)
+    if prefix is None and prompt is None and namespace is None and not picks:
         raise click.UsageError("nothing is named; give an id, --tokens, --tokens-file or --namespace")
-    select = Select(ns=start, tiers=list(tiers), dry_run=dry_run)
-    with connect(server) as client:
-        if prefix is not None:
-            select = msgspec.structs.replace(select, prefix=hex_start(prefix, "id"))
-        elif prompt is not None:
-            keys = prompt.keys(namespaces(client, start))
-            if not any(keys.values()):
-                _nothing(client, _why_no_keys(keys), dry_run, as_json)
-            select = msgspec.structs.replace(select, keys=keys)
-        else:
-            found = list(namespaces(client, start))
-            if not found:
-                _nothing(client, f"no namespace's id starts with {start!r}; 'tierkv stat' lists them", dry_run, as_json)
-            select = msgspec.structs.replace(select, ns=_one(found, start), everything=True)
-            if not (dry_run or yes):
-                _confirm(client, select, as_json)
-        result = client.ask("TKV.EVICT", select)
+    with connect(server) as store:
+        select = _complete(store, select, prompt, picks, as_json)
+        if prefix is None and prompt is None and not (dry_run or yes):
+            _confirm(store, select, as_json)
+        result = store.ask("TKV.EVICT", select)
     _show(result, as_json)
     _check(result, prefix, tiers)
+
+
+def _complete(store: Store, select: Select, prompt: Prompt | None, picks: bool, as_json: bool) -> Select:
+    """Return ``select`` with the keys of the prompt, or with the one namespace that is meant.
+
+    Raises:
+        NothingMatchedError, IncompleteError: there is nothing to remove.
+        RefusedError: several namespaces are meant.
+    """
+    if prompt is not None:
+        keys = prompt.keys(namespaces(store, select.ns))
+        if not any(keys.values()):
+            _nothing(store, _why_no_keys(keys), select.dry_run, as_json)
+        return msgspec.structs.replace(select, keys=keys)
+    if select.prefix or not select.ns:
+        return select
+    found = list(namespaces(store, select.ns))
+    if not found:
+        sentence = f"no namespace's id starts with {select.ns!r}; 'tierkv ns' lists them"
+        _nothing(store, sentence, select.dry_run, as_json)
+    return msgspec.structs.replace(select, ns=_one(found, select.ns), everything=not picks)
 
 
 def _why_no_keys(keys: dict[str, list[str]]) -> str:
@@ -99,7 +142,7 @@ def _one(found: Sequence[str], start: str) -> str:
     return found[0]
 
 
-def _nothing(client: AdminClient, sentence: str, dry_run: bool, as_json: bool) -> NoReturn:
+def _nothing(client: Store, sentence: str, dry_run: bool, as_json: bool) -> NoReturn:
     """Say that there is nothing to remove, or that a tier which is out could not be asked.
 
     Raises:
@@ -107,27 +150,32 @@ def _nothing(client: AdminClient, sentence: str, dry_run: bool, as_json: bool) -
     """
     tiers = client.ask("TKV.STAT")["tiers"]
     out = [f"the {tier['name']} tier is out ({tier['reason']})" for tier in tiers if tier["state"] == "out"]
-    result = {"dry_run": dry_run, "prefixes": [], "removed": {}, "nbytes": {}, "num_removed": 0, "incomplete": out}
+    result = {"dry_run": dry_run, "prefixes": [], "removed": {}, "nbytes": {}, "num_removed": 0}
+    result |= {"num_pinned": 0, "pinned": [], "incomplete": out}
     _show(result, as_json)
     if out:
         raise IncompleteError("not everything was reached: " + "; ".join(out) + "; evict again later")
     raise NothingMatchedError(sentence)
 
 
-def _confirm(client: AdminClient, select: Select, as_json: bool) -> None:
-    """Ask whether a whole namespace is meant.
+def _confirm(client: Store, select: Select, as_json: bool) -> None:
+    """Ask whether more than one prefix is meant.
 
     Raises:
         ConfigError: there is nobody to ask.
         RefusedError: the answer is no.
     """
+    what = f"the whole namespace {select.ns}" if select.everything else "all that fits"
     if as_json or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(f"the whole namespace {select.ns} would be removed and nobody can be asked; add --yes")
+        raise ConfigError(f"{what} would be removed and nobody can be asked; look at --dry-run, and add --yes")
     from tierkv.cli import render
 
     plan = client.ask("TKV.EVICT", msgspec.structs.replace(select, dry_run=True))
+    if not plan["num_removed"]:
+        return
     amount = f"{render.plural(plan['num_removed'], 'chunk')} ({render.size(sum(plan['nbytes'].values()))})"
-    if not click.confirm(f"Remove {amount} of namespace {select.ns} from {', '.join(plan['removed'])}?", err=True):
+    of = f" of namespace {select.ns}" if select.ns else ""
+    if not click.confirm(f"Remove {amount}{of} from {', '.join(plan['removed'])}?", err=True):
         raise RefusedError("nothing was removed: you did not say yes")
 
 
@@ -146,12 +194,23 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     console.print(f"{would} {render.plural(len(ids), 'prefix')}: {', '.join(ids[:8])}{more}", soft_wrap=True)
     rows = [(tier, render.count(n), render.size(result["nbytes"][tier])) for tier, n in result["removed"].items()]
     console.print(render.table(("tier", ">chunks", ">bytes"), rows))
+    if result["num_pinned"]:
+        chunks = render.plural(result["num_pinned"], "chunk")
+        console.print(f"{chunks} stayed: {_named(result['pinned'])} pinned; --force removes them too", soft_wrap=True)
+
+
+def _named(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:8]) + (", ... are" if len(ids) > 8 else " is" if len(ids) == 1 else " are")
 
 
 def _check(result: dict[str, Any], prefix: str | None, tiers: Sequence[str]) -> None:
     if result["incomplete"]:
         raise IncompleteError("not everything was reached: " + "; ".join(result["incomplete"]) + "; evict again later")
     if not result["num_removed"]:
+        if result["num_pinned"]:
+            raise RefusedError(
+                f"nothing was removed: {_named(result['pinned'])} pinned; unpin with 'tierkv unpin ID', or add --force"
+            )
         if tiers:
             raise NothingMatchedError(f"nothing that fits is in {', '.join(tiers)}; 'tierkv ls' shows what is where")
         raise NothingMatchedError(

@@ -10,29 +10,63 @@ import click
 
 from tierkv.cli import NothingMatchedError
 from tierkv.cli.options import (
+    Size,
+    Span,
     connect,
     hex_start,
     json_option,
     namespace_option,
     namespace_start,
+    offline_options,
     print_json,
     server_option,
+    tenant_option,
+    tenant_start,
     tier_option,
 )
-from tierkv.messages import Select
+from tierkv.selection import Select
+
+SORTS = ("last_used", "created", "hits", "nbytes", "tokens")
+_EXAMPLES = """\b
+Examples:
+  tierkv ls --limit 20                          the 20 that were used last
+  tierkv ls --sort nbytes --tier disk           the largest first, of those on the disk
+  tierkv ls --unused-for 7d --min-size 1GiB     large and idle
+  tierkv ls --pinned --json | jq -r '.prefixes[].id'"""
 
 
-@click.command("ls")
+@click.command("ls", epilog=_EXAMPLES)
 @namespace_option
+@tenant_option
 @tier_option
 @click.option("--prefix", metavar="ID", help="Only prefixes whose id starts with ID.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N rows, most recently used first.")
+@click.option("--older-than", type=Span(), default=0.0, help="Only what was stored longer ago than TIME, such as 7d.")
+@click.option("--newer-than", type=Span(), default=0.0, help="Only what was stored within TIME.")
+@click.option("--unused-for", type=Span(), default=0.0, help="Only what was not used for TIME.")
+@click.option("--used-within", type=Span(), default=0.0, help="Only what was used within TIME.")
+@click.option("--min-size", type=Size(), default=0, help="Only prefixes of at least SIZE over all tiers.")
+@click.option("--max-size", type=Size(), default=0, help="Only prefixes of at most SIZE over all tiers.")
+@click.option("--pinned/--not-pinned", default=None, help="Only prefixes that are pinned, or that are not.")
+@click.option(
+    "--sort", type=click.Choice(SORTS), default=SORTS[0], help="Largest or latest first [default: last_used]."
+)
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N rows.")
 @json_option
+@offline_options
 @server_option
 def command(
     namespace: str | None,
+    tenant: str,
     tiers: tuple[str, ...],
     prefix: str | None,
+    older_than: float,
+    newer_than: float,
+    unused_for: float,
+    used_within: float,
+    min_size: int,
+    max_size: int,
+    pinned: bool | None,
+    sort: str,
     limit: int | None,
     as_json: bool,
     server: str | None,
@@ -41,21 +75,33 @@ def command(
 
     A prefix is named by its last chunk; bytes count all its chunks over all tiers.
     """
+    everything = Select(sort=sort, limit=limit or 0)
     select = Select(
-        ns=namespace_start(namespace), prefix="" if prefix is None else hex_start(prefix, "prefix"), tiers=list(tiers)
+        ns=namespace_start(namespace),
+        prefix="" if prefix is None else hex_start(prefix, "prefix"),
+        tenant=tenant_start(tenant),
+        tiers=list(tiers),
+        older_s=older_than,
+        newer_s=newer_than,
+        unused_s=unused_for,
+        used_s=used_within,
+        min_nbytes=min_size,
+        max_nbytes=max_size,
+        pinned=pinned,
+        sort=sort,
+        limit=limit or 0,
     )
-    with connect(server) as client:
-        rows = client.ask("TKV.LS", select)
-    shown = rows[:limit]
+    with connect(server) as store:
+        page = store.ask("TKV.PAGE", select)
+    rows = page["prefixes"]
     if as_json:
-        print_json({"prefixes": shown})
-    elif shown:
-        _print(shown, len(rows))
+        print_json({"prefixes": rows, "total": page["total"]})
+    elif rows:
+        _print(rows, page["total"])
     if not rows:
-        filtered = namespace is not None or prefix is not None or bool(tiers)
         raise NothingMatchedError(
             "no stored prefix fits; 'tierkv ls' without options lists all"
-            if filtered
+            if select != everything
             else "nothing is stored yet; prefixes appear here once an engine has computed and stored a whole chunk"
         )
 
@@ -68,7 +114,7 @@ def _print(rows: Sequence[dict[str, Any]], total: int) -> None:
     cells = [
         (
             row["id"],
-            render.count(row["depth_blocks"]) + ("*" if _broken(row) else ""),
+            render.count(row["depth_blocks"]) + ("*" if _broken(row) else "") + ("+" if row["pins"] else ""),
             render.count(row["tokens"]),
             render.size(sum(row["nbytes"].values())),
             ",".join(row["tiers"]),
@@ -81,6 +127,8 @@ def _print(rows: Sequence[dict[str, Any]], total: int) -> None:
     console.print(render.table(columns, cells, flexible="namespace"))
     if any(_broken(row) for row in rows):
         console.print("* chunks before these are missing, so they cannot be hit until those are stored again")
+    if any(row["pins"] for row in rows):
+        console.print("+ pinned: 'tierkv show ID' says by whom and until when")
     if len(rows) < total:
         console.print(f"{len(rows):,} of {render.plural(total, 'prefix')} shown")
 

@@ -20,7 +20,7 @@ from tierkv.cli.options import (
     server_option,
 )
 from tierkv.cli.prompt import read_prompt
-from tierkv.messages import Select
+from tierkv.selection import Select
 
 
 @click.command("match")

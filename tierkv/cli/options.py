@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from tierkv.client import AdminClient
-from tierkv.config import default_disk_dir, socket_path
 from tierkv.errors import ConfigError
-from tierkv.layout import Namespace
+
+if TYPE_CHECKING:
+    from tierkv.cli.prompt import Prompt
+    from tierkv.layout import Namespace
+    from tierkv.selection import Select
+    from tierkv.transport import Address
+
+    IntParam = click.ParamType[int]
+    FloatParam = click.ParamType[float]
+else:
+    IntParam = FloatParam = click.ParamType  # of older versions it is not generic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,14 +30,77 @@ TIERS = ("host", "disk", "shared")
 _HEX = re.compile(r"[0-9a-f]+")
 
 
+#: Options beside ``--server``: what each names. They reach :func:`connect` by the context, not as arguments.
+_FILES = {
+    "token_file": "File with the token to show to a server over TCP",
+    "ca_file": "Certificates of who signed a tkvs:// server's; by default those that this machine trusts",
+    "cert_file": "Your own certificate, where a tkvs:// server asks for one",
+    "key_file": "Its key",
+}
+
+
+class Store(Protocol):
+    """What answers a verb: a server's client, or the tiers themselves where no server runs."""
+
+    def call(self, *words: bytes | str | int) -> bytes:
+        """Send a command and return its reply."""
+
+    def ask(self, command: str, body: Any = None) -> Any:
+        """Send a command with a JSON body and return its JSON reply, decoded."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+    def __enter__(self) -> Store: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 def server_option(function: F) -> F:
-    """Add ``--server``: the socket of the server to ask."""
+    """Add ``--server`` and the options that say how it is reached over TCP, ``--quiet`` and ``--no-color``."""
+    function = click.option(
+        "--no-color", is_flag=True, expose_value=False, callback=_keep_flag, help="No colours [also: NO_COLOR]."
+    )(function)
+    function = click.option(
+        "--quiet",
+        "-q",
+        is_flag=True,
+        expose_value=False,
+        callback=_keep_flag,
+        help="Say errors only; see the exit code.",
+    )(function)
+    for name, what in reversed(_FILES.items()):
+        variable = f"TIERKV_{name.upper()}"
+        function = click.option(
+            f"--{name.replace('_', '-')}",
+            metavar="FILE",
+            envvar=variable,
+            expose_value=False,
+            callback=_keep,
+            help=f"{what} [{variable}].",
+        )(function)
     return click.option(
         "--server",
-        metavar="SOCKET",
+        metavar="ADDRESS",
         envvar="TIERKV_SERVER",
-        help="Path or unix:///path of the server's socket [TIERKV_SERVER; default: your own server's].",
+        help="Path or unix:///path of its socket, or tkvs://host:port [TIERKV_SERVER; default: yours that runs].",
     )(function)
+
+
+def _keep_flag(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.meta[f"tierkv.{parameter.name}"] = value
+
+
+def flag(name: str) -> bool:
+    """Return whether ``--quiet`` (``"quiet"``) or ``--no-color`` (``"no_color"``) is given."""
+    context = click.get_current_context(silent=True)
+    return bool(context and context.meta.get(f"tierkv.{name}"))
+
+
+def _keep(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value and parameter.name:
+        here = context.get_parameter_source(parameter.name) is not ParameterSource.ENVIRONMENT
+        context.meta[f"tierkv.{parameter.name}"] = (Path(value).expanduser().absolute(), here)
 
 
 def json_option(function: F) -> F:
@@ -50,6 +122,79 @@ def tier_option(function: F) -> F:
     )(function)
 
 
+class Size(IntParam):
+    """A size in bytes, as people write it."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from tierkv.sizes import parse_size
+
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Span(FloatParam):
+    """A span of time in seconds, as people write it."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from tierkv.sizes import parse_duration
+
+        if isinstance(value, float):
+            return value
+        try:
+            seconds = parse_duration(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if not seconds:
+            self.fail(f"{value!r} is no time; write a span such as '30m' or '7d'", param, ctx)
+        return seconds
+
+
+def tenant_option(function: F) -> F:
+    """Add ``--tenant``: the start of a tenant's digest."""
+    function = click.option(
+        "--tenant",
+        metavar="ID",
+        default="",
+        help="Only this tenant: the start of the digest that 'tierkv du --by tenant' shows.",
+    )(function)
+    return function
+
+
+def tenant_start(value: str) -> str:
+    """Return the start of a tenant's digest that ``--tenant`` gives; empty for none."""
+    return hex_start(value, "tenant") if value else ""
+
+
+def offline_options(function: F) -> F:
+    """Add ``--disk`` and ``--redis``: look at a store that no server runs."""
+    function = click.option(
+        "--redis",
+        metavar="URL",
+        expose_value=False,
+        callback=_keep_text,
+        help="Look at a Redis itself; no server is needed.",
+    )(function)
+    return click.option(
+        "--disk",
+        metavar="DIR",
+        expose_value=False,
+        callback=_keep_text,
+        help="Look at a disk directory itself; where a server owns it, that server is asked.",
+    )(function)
+
+
+def _keep_text(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    context.meta[f"tierkv.{parameter.name}"] = value
+
+
 def prompt_options(function: F) -> F:
     """Add the options that give a prompt: ``--tokens``, ``--tokens-file``, ``--salt``, ``--salt-file``."""
     for option in (
@@ -62,26 +207,51 @@ def prompt_options(function: F) -> F:
     return function
 
 
-def connect(server: str | None) -> AdminClient:
-    """Return a client of the server that ``--server`` names.
+def connect(server: str | None) -> Store:
+    """Return what ``--server``, or ``--disk`` and ``--redis``, name.
 
     Raises:
-        ConfigError: the name is of another form.
+        ConfigError: the name is of another form, or several servers are meant.
         UnavailableError: nobody answers there.
+        RefusedError: the directory is another server's, which cannot be found.
     """
-    return AdminClient(server_path(server))
+    from tierkv.admin_client import AdminClient
+
+    meta = click.get_current_context().meta
+    disk, redis = meta.get("tierkv.disk"), meta.get("tierkv.redis")
+    if disk is None and redis is None:
+        return AdminClient(server_address(server))
+    context = click.get_current_context()
+    if server is not None and context.get_parameter_source("server") is not ParameterSource.ENVIRONMENT:
+        raise click.UsageError("--server and --disk or --redis are both given; give one of them")
+    from tierkv.cli.offline import open_offline
+
+    return open_offline(disk, redis)
 
 
-def server_path(server: str | None) -> Path:
-    """Return the socket that ``--server`` names: by default that of the server of the default directory."""
+def server_address(server: str | None) -> Address:
+    """Return where ``--server`` and the files beside it say that the server is; else the one of yours that runs.
+
+    Raises:
+        ConfigError: it is of another form, or several of yours run.
+    """
+    from tierkv.transport import parse_address
+
+    if server == "":
+        raise ConfigError("server='' is no address; write the path of its socket")
     if server is None:
-        return socket_path(default_disk_dir())
-    scheme, separator, path = server.partition("://")
-    if not separator:
-        path = server
-    if (separator and scheme != "unix") or not path:
-        raise ConfigError(f"server={server!r} is not a socket; write a path or unix:///path/to/tierkv.sock")
-    return Path(path).expanduser().absolute()
+        from tierkv.cli.discover import find_server
+
+        server = f"unix://{find_server()}"
+    elif "://" not in server:
+        server = f"unix://{Path(server).expanduser().absolute()}"
+    meta = click.get_current_context().meta
+    files: dict[str, Path] = {}
+    for name in _FILES:
+        path, here = meta.get(f"tierkv.{name}", (None, False))
+        if path and (here or server.startswith("tkvs://")):  # what the environment says is for servers that need it
+            files[name] = path
+    return parse_address(server, **files)
 
 
 def hex_start(value: str, what: str) -> str:
@@ -101,9 +271,53 @@ def namespace_start(value: str | None) -> str:
     return "" if value is None else hex_start(value, "namespace")
 
 
-def namespaces(client: AdminClient, start: str) -> dict[str, Namespace]:
+class Named(NamedTuple):
+    """The one prefix that a verb is about: an id or a prompt."""
+
+    prefix: str
+    prompt: Prompt | None
+
+    def select(self, store: Store, start: str) -> Select:
+        """Return the selection of it in the namespaces whose id starts with ``start``.
+
+        Raises:
+            NotFoundError: the prompt has no whole chunk in any namespace.
+        """
+        from tierkv.errors import NotFoundError
+        from tierkv.selection import Select
+
+        if self.prompt is None:
+            return Select(ns=start, prefix=self.prefix)
+        keys = self.prompt.keys(namespaces(store, start))
+        if not any(keys.values()):
+            raise NotFoundError("the prompt has no whole chunk in any namespace, so nothing of it is stored")
+        return Select(ns=start, keys=keys)
+
+
+def one_prefix(
+    prefix: str | None, tokens: str | None, tokens_file: str | None, salt: str | None, salt_file: str | None
+) -> Named:
+    """Return the one prefix that an id or the options of a prompt name.
+
+    Raises:
+        click.UsageError: none is named, or two.
+        ConfigError: one of them is not readable.
+    """
+    from tierkv.cli.prompt import read_prompt
+
+    prompt = read_prompt(tokens, tokens_file, salt, salt_file)
+    if prefix is None and prompt is None:
+        raise click.UsageError("no prefix is named; give its id, --tokens or --tokens-file")
+    if prefix is not None and prompt is not None:
+        raise click.UsageError("an id and a prompt are both given; give one of them")
+    return Named("" if prefix is None else hex_start(prefix, "id"), prompt)
+
+
+def namespaces(client: Store, start: str) -> Mapping[str, Namespace]:
     """Return the namespaces whose hex id starts with ``start``, by id."""
     import msgspec
+
+    from tierkv.layout import Namespace
 
     found = msgspec.convert(client.ask("TKV.NS"), dict[str, Namespace])
     return {ns: namespace for ns, namespace in found.items() if ns.startswith(start)}

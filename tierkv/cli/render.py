@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tierkv.cli.options import flag
 from tierkv.sizes import format_size
 
 #: Wide enough that nothing is cut where there is no terminal.
@@ -24,9 +25,11 @@ class _Console(Console):
 
 
 def console() -> Console:
-    """Return a console on standard output that prints text as it is."""
+    """Return a console on standard output that prints text as it is, and with ``--quiet`` nothing."""
     tty = sys.stdout.isatty()
     return _Console(
+        quiet=flag("quiet"),
+        no_color=True if flag("no_color") else None,
         force_terminal=tty,
         width=None if tty else _PIPE_WIDTH,
         markup=False,
@@ -92,6 +95,16 @@ def age(when: float, now: float) -> str:
     if when <= 0:
         return "never"
     return "just now" if now - when < 1 else f"{span(now - when)} ago"
+
+
+def until(when: float, now: float) -> str:
+    """Return how far ahead ``when`` is; ``-`` for 0."""
+    return "-" if when <= 0 else f"in {span(when - now)}" if when > now else "over"
+
+
+def sizes(nbytes: Mapping[str, int], tiers: Sequence[str]) -> list[str]:
+    """Return a cell for each of ``tiers``: its bytes, or ``-``."""
+    return [size(nbytes[tier]) if tier in nbytes else "-" for tier in tiers]
 
 
 def model_name(model: str) -> str:

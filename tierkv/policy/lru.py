@@ -1,37 +1,12 @@
-"""Eviction: which stored chunk goes when room is needed. One interface for the host pool and every tier that evicts.
-
-With full attention a chunk is worth nothing without its ancestors, so an ancestor is never evicted before its
-descendants. Policies are pure: no clock, no I/O, no locks. The caller holds whatever lock guards its own index.
-"""
+"""Least recently used, leaves first: what every peer does, and what the others are measured against."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Generic
 
-K = TypeVar("K", bound="tuple[bytes, ...] | bytes")
-
-
-class Policy(Protocol[K]):
-    """What a tier asks of its eviction policy. Every method is at most logarithmic in the number of entries."""
-
-    def add(self, key: K, parent: K) -> None:
-        """Note that ``key``, a child of ``parent``, is stored now and was just used. A second time: a touch."""
-
-    def touch(self, chain: Iterable[K]) -> None:
-        """Note a use of ``chain``, ancestors first. Keys that are not stored are passed over."""
-
-    def remove(self, key: K) -> None:
-        """Forget ``key``; nothing happens where it is not stored."""
-
-    def victim(self, may_evict: Callable[[K], bool]) -> K | None:
-        """Return the entry to evict next, or None where nothing may go. The entry stays until :meth:`remove`.
-
-        Never an entry with a stored child, and never one that ``may_evict`` refuses.
-        """
-
-    def __len__(self) -> int: ...
+from tierkv.policy.base import Hint, K
 
 
 class ChainLRU(Generic[K]):
@@ -43,8 +18,8 @@ class ChainLRU(Generic[K]):
 
     >>> lru = ChainLRU()
     >>> lru.add(b"a", b"")
-    ... lru.add(b"b", b"a")
-    ... lru.add(b"c", b"")
+    >>> lru.add(b"b", b"a")
+    >>> lru.add(b"c", b"")
     >>> lru.touch([b"a", b"b"])
     >>> lru.victim(lambda key: True)
     b'c'
@@ -57,6 +32,18 @@ class ChainLRU(Generic[K]):
         self._heap: list[tuple[int, int, K]] = []  # (stamp when pushed, token, key)
         self._stamp = 0
         self._token = 0
+
+    def note(self, chain: Sequence[K], now: float, *, hint: Hint | None = None, domain: Hashable = None) -> None:
+        self.touch(chain)
+
+    def admit(self, key: K, now: float, *, room: bool, above: bool = False) -> bool:
+        return True
+
+    def release(self, session: str, domain: Hashable = None) -> bool:
+        return False
+
+    def worth(self, key: K) -> float:
+        return 0.0
 
     def add(self, key: K, parent: K) -> None:
         if key in self._entries:
@@ -111,6 +98,9 @@ class ChainLRU(Generic[K]):
         """Return how many stored entries have ``key`` as their parent."""
         return self._num_children.get(key, 0)
 
+    def dump(self) -> object:
+        return list(self._entries), self.stamps()
+
     def stamps(self) -> dict[K, int]:
         """Return the logical time of last use of every entry, for tests that compare states."""
         return {key: entry[0] for key, entry in self._entries.items()}
@@ -118,7 +108,7 @@ class ChainLRU(Generic[K]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, key: K) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._entries
 
     def __iter__(self) -> Iterator[K]:
