@@ -78,14 +78,14 @@ def replay(
     requests: Sequence[Request],
     *,
     hints: Sequence[Hint] | None = None,
-    exclusive: bool = False,
+    spill: str = "through",
     step: Step = lambda i: None,
 ) -> Result:
     """Replay requests: the leading run that any tier holds is a hit; the rest is offered to every tier.
 
     Args:
-        exclusive: a tier is offered what the one above it holds only when that lets go of it (``on-evict``);
-            otherwise at once (``through``).
+        spill: ``"through"``: a tier is offered at once what one above it holds, and told so; ``"on-evict"``: only when
+            that lets go of it; ``"move"``: so, and what a tier above takes is dropped below.
     """
     result = Result(0, [0] * len(tiers), [0] * len(tiers))
     parents: dict[int, int] = {}
@@ -99,42 +99,45 @@ def replay(
             result.hits[tier] += 1
         for tier_ in tiers:
             tier_.policy.note(chain, now, hint=hints[i] if hints else None)
-        if exclusive and len(tiers) > 1:
-            parents.update(zip(chain, (ROOT, *chain), strict=False))
-            _store_exclusive(tiers, chain, parents, now, result)
-        else:
-            for t, tier_ in enumerate(tiers):
-                result.writes[t] += _store(tier_, chain, now)
+        parents.update(zip(chain, (ROOT, *chain), strict=False))
+        _store(tiers, chain, parents, now, spill, result)
+        if spill == "move":
+            _drop_copies(tiers, chain)
     return result
 
 
-def _store(tier: Tier, chain: Sequence[int], now: float) -> int:
-    """Offer a tier what it lacks of a chain, until it refuses one: what follows would be of no use without it."""
-    num, parent = 0, ROOT
-    for key in chain:
-        if key not in tier.policy:
-            stored, _ = tier.offer(key, parent, now)
-            if not stored:
-                break
-            num += 1
-        parent = key
-    return num
-
-
-def _store_exclusive(
-    tiers: Sequence[Tier], chain: Sequence[int], parents: dict[int, int], now: float, result: Result
+def _store(
+    tiers: Sequence[Tier], chain: Sequence[int], parents: dict[int, int], now: float, spill: str, result: Result
 ) -> None:
-    """Offer to the first tier; what it refuses or lets go of, to the next."""
+    """Offer each tier what it lacks of a chain, until none keeps one: what follows would be of no use without it."""
     for key in chain:
-        item: int | None = key
+        above = False
         for t, tier in enumerate(tiers):
-            if item is None or item in tier.policy:
-                break
-            stored, gone = tier.offer(item, parents[item], now)
-            result.writes[t] += stored
-            item = gone if stored else item
-        if not any(key in tier.policy for tier in tiers):
+            if key not in tier.policy and (spill == "through" or not above):
+                stored, gone = tier.offer(key, parents[key], now, above)
+                result.writes[t] += stored
+                _sink(tiers[t + 1 :], gone, parents, now, result)
+            above = above or key in tier.policy
+        if not above:
             break
+
+
+def _drop_copies(tiers: Sequence[Tier], chain: Sequence[int]) -> None:
+    """Let the fastest tier that holds a block be the only one, children first."""
+    for key in reversed(chain):
+        holders = [tier for tier in tiers if key in tier.policy]
+        for tier in holders[1:]:
+            tier.policy.remove(key)
+
+
+def _sink(tiers: Sequence[Tier], key: int | None, parents: dict[int, int], now: float, result: Result) -> None:
+    """Offer what a tier lets go of to those below, and so on."""
+    for t, tier in enumerate(tiers, len(result.writes) - len(tiers)):
+        if key is None or key in tier.policy:
+            break
+        stored, gone = tier.offer(key, parents[key], now)
+        result.writes[t] += stored
+        key = gone if stored else key
 
 
 def replay_baseline(name: str, capacity: int, requests: Sequence[Request], step: Step = lambda i: None) -> Result:

@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from tierkv.admin_client import AdminClient as AdminClient
-from tierkv.errors import ConfigError, NotAdmittedError, ProtocolError, RefusedError, TierKVError, UnavailableError
+from tierkv.errors import BusyError, ConfigError, NotAdmittedError, ProtocolError, RefusedError, TierKVError, UnavailableError
 from tierkv.filter import KeyFilter
 from tierkv.health import Health
 from tierkv.hostindex import Fetch
@@ -224,7 +224,7 @@ class StoreClient:
                 self._open()
                 assert self._session is not None
                 welcome = self._session.welcome
-            except NotAdmittedError as error:
+            except (NotAdmittedError, BusyError) as error:
                 self.health.failed(error)
                 break
             except RefusedError as error:

@@ -176,9 +176,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
         if self.server != "auto":
             return f"{host}, store server {self.server}, deadline {self.deadline_s:g} s"
         shared = f"shared {redact_url(self.shared_url)}" if self.shared_url else "no shared tier"
-        return (
-            f"{host}, disk {format_size(self.disk_bytes)} in {self.disk_dir}, {shared}, deadline {self.deadline_s:g} s"
-        )
+        spill = "".join(f", {tier} spills {policy}" for tier, policy in self.spill.items())
+        disk = f"disk {format_size(self.disk_bytes)} in {self.disk_dir}"
+        return f"{host}, {disk}, {shared}{spill}, deadline {self.deadline_s:g} s"
 
 
 def socket_path(disk_dir: Path) -> Path:

@@ -19,6 +19,10 @@ class NotAdmittedError(RefusedError):
     """A token or a certificate is not taken. It may be once it was changed, on either side."""
 
 
+class BusyError(RefusedError):
+    """The server has no room for another connection or engine now. It may have later."""
+
+
 class NotFoundError(RefusedError):
     """What was named is not stored."""
 

@@ -127,6 +127,7 @@ class HostIndex:
         self.pool = pool
         self.dropped: set[bytes] = set()
         self.num_evicted = 0
+        self.num_unsaved = 0  #: of these, chunks that others may have and that were not saved
         self._clock = clock
         self._policy: Policy[bytes] = make_policy() if policy is None else policy
         self._entries: dict[bytes, Entry] = {}
@@ -337,6 +338,7 @@ class HostIndex:
             if victim is None:
                 return None
             self.num_evicted += 1
+            self.num_unsaved += bool(self._entries[victim].anchor) and not self._entries[victim].saved
             self.drop(self._entries[victim])
         return self._free.pop()
 

@@ -15,6 +15,9 @@ from tierkv.errors import RefusedError
 from tierkv.tiers.base import EntryInfo
 
 ID_DIGITS = 12
+#: Most nodes have no child or no pin: they share these, which nobody changes.
+_NO_KEYS: list[bytes] = []
+_NO_PINS: dict[str, float] = {}
 
 
 class Node:
@@ -48,12 +51,12 @@ class Node:
         self.num_tokens = num_tokens
         self.nbytes: dict[str, int] = {}
         self.num_copies: dict[str, int] = {}
-        self.children: list[bytes] = []
+        self.children: list[bytes] = _NO_KEYS
         self.num_hits = 0
         self.last_used = 0.0
         self.created = 0.0
         self.expires: dict[str, float] = {}
-        self.pins: dict[str, float] = {}
+        self.pins: dict[str, float] = _NO_PINS
         self.tenant = b""
         self.anchor = b""
 
@@ -78,7 +81,7 @@ class Prefix(NamedTuple):
     @property
     def last_used(self) -> float:
         """When its own part was used last."""
-        return max(node.last_used for node in self.own)
+        return max([node.last_used for node in self.own])
 
     @property
     def created(self) -> float:
@@ -88,7 +91,7 @@ class Prefix(NamedTuple):
     @property
     def hits(self) -> int:
         """Hits of its own part: of its most used chunk."""
-        return max(node.num_hits for node in self.own)
+        return max([node.num_hits for node in self.own])
 
 
 class Forest:
@@ -96,6 +99,7 @@ class Forest:
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, Node] = {}
+        self._roots: list[Node] = []  # chunks whose parent is not stored
 
     def add(
         self,
@@ -125,20 +129,21 @@ class Forest:
         node.created = min(node.created, e.created) if node.created else e.created
         node.expires[tier] = e.expires
         node.tenant, node.anchor = e.tenant, e.anchor
-        for pin in e.pins:
-            node.pins[pin.owner] = max(node.pins.get(pin.owner, 0.0), pin.until)
+        if e.pins:
+            node.pins = dict(node.pins)
+            for pin in e.pins:
+                node.pins[pin.owner] = max(node.pins.get(pin.owner, 0.0), pin.until)
 
     def prefixes(self) -> Iterator[Prefix]:
         """Yield every stored prefix, in time that grows with the chunks, not with the lengths of the chains."""
-        roots = [node for node in self.nodes.values() if self.parent(node) is None]
-        todo: list[tuple[Node, int, dict[str, int], Node | None]] = [(node, 0, {}, None) for node in roots]
+        todo: list[tuple[Node, int, dict[str, int], Node | None]] = [(node, 0, {}, None) for node in self._roots]
         while todo:
             node, num, above, branch = todo.pop()
             own = [node]
             while len(node.children) == 1:
                 node = self.nodes[node.children[0]]
                 own.append(node)
-            nbytes = sum_by_tier(own, above)
+            nbytes = sum_by_tier(own, above) if above or len(own) > 1 else node.nbytes
             num += len(own)
             if node.children:
                 todo += [(self.nodes[key], num, nbytes, node) for key in node.children]
@@ -149,6 +154,7 @@ class Forest:
         """Return the forest of ``key``'s run and all that continues it; the chunks are this forest's."""
         part = Forest()
         part.nodes = {k: self.nodes[k] for k in self.own_part(key)}
+        part._roots = list(part.nodes.values())[:1]
         return part
 
     def closed(self, nodes: Iterable[Node]) -> list[Node]:
@@ -166,7 +172,11 @@ class Forest:
     def link(self) -> None:
         """Connect chunks with their parents; call once after the last :meth:`add`."""
         for node in self.nodes.values():
-            if (parent := self.parent(node)) is not None:
+            if (parent := self.parent(node)) is None:
+                self._roots.append(node)
+            elif parent.children is _NO_KEYS:
+                parent.children = [node.key]
+            else:
                 parent.children.append(node.key)
 
     def parent(self, node: Node) -> Node | None:

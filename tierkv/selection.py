@@ -11,7 +11,7 @@ _Span = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=0)]
 
 
-class Select(msgspec.Struct, frozen=True, omit_defaults=True):
+class Select(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Which chunks are meant. Which fields a command heeds is in ``docs/protocol.md``.
 
     Attributes:

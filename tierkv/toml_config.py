@@ -76,7 +76,7 @@ def read_table(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_NBYTES + 1)
     except OSError as error:
-        raise BadConfigError(str(path), [Mistake((), f"it cannot be read: {error.strerror or error}")]) from None
+        raise BadConfigError(str(path), [Mistake((), f"the file cannot be read: {error.strerror or error}")]) from None
     return parse_toml(data, str(path))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from tierkv.errors import ConfigError, NotAdmittedError, NotFoundError, RefusedError, UnavailableError
+from tierkv.errors import BusyError, ConfigError, NotAdmittedError, NotFoundError, RefusedError, UnavailableError
 from tierkv.resp import Error, Parser, encode_command
 from tierkv.unix import short_path
 
@@ -19,6 +19,7 @@ FORMS = "unix:///path/to/tierkv.sock, tkvs://host:port (TLS), or tkv://127.0.0.1
 _LOOPBACK = ("localhost", "::1")
 _RECV_NBYTES = 1 << 18
 _ERRORS = {
+    "BUSY": BusyError,
     "NOTFOUND": NotFoundError,
     "NOAUTH": NotAdmittedError,
     "WRONGPASS": NotAdmittedError,
@@ -127,12 +128,7 @@ def load_token(path: Path, option: str) -> str:
     from tierkv.config_checks import read_token
 
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ConfigError(
-                f"{option}={str(path)!r} holds a secret that every user may read or change (mode {mode:04o}); "
-                f"run chmod o-rw on it"
-            )
+        _check_mode(path, option)
         return read_token(path)
     except OSError as error:
         raise ConfigError(
@@ -140,6 +136,25 @@ def load_token(path: Path, option: str) -> str:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
+
+
+def _check_mode(path: Path, option: str) -> None:
+    """Check that a secret is one: others may neither read nor write it, and a group may not write it.
+
+    Raises:
+        ConfigError: they may.
+        OSError: there is no such file.
+    """
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(
+            f"{option}={str(path)!r} holds a secret that every user may read or change (mode {mode:04o}); "
+            f"run chmod o-rw on it"
+        )
+    if mode & stat.S_IWGRP:
+        raise ConfigError(
+            f"{option}={str(path)!r} holds a secret that its group may change (mode {mode:04o}); run chmod g-w on it"
+        )
 
 
 def connect(address: Address, timeout_s: float, context: ssl.SSLContext | None = None) -> socket.socket:
@@ -211,10 +226,15 @@ def tls_context(address: Address) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=address.ca_file)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"ca file={str(address.ca_file)!r} holds no certificates ({_reason(error)})") from None
+        raise ConfigError(
+            f"server_ca_file (--ca-file) {str(address.ca_file)!r} is not usable ({_reason(error)}); name a PEM file of "
+            f"certificates that this user can read"
+        ) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if address.cert_file is not None:
+        assert address.key_file is not None, "an address has both or neither"
         try:
+            _check_mode(address.key_file, "key file")
             context.load_cert_chain(address.cert_file, address.key_file, password=lambda: "")
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -251,7 +271,7 @@ def read_reply(sock: socket.socket) -> bytes:
     """Read one reply from a blocking socket.
 
     Raises:
-        RefusedError: the reply is an error (NotFoundError, NotAdmittedError where its first word says so).
+        RefusedError: the reply is an error (a more special one where its first word says so).
         UnavailableError: the connection ended.
         OSError: nothing came in time.
     """

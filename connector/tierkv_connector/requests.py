@@ -50,13 +50,9 @@ class RequestState:
         """What of it is stored: ``"none"``, ``"prompt"``, or ``"all"``, generated tokens too."""
         return "prompt" if self.outcome is None else self.outcome.hints.store
 
-    def follow_outputs(self, num_tokens: int, chunk_tokens: int) -> None:
-        """Give keys to whole chunks of generated tokens too.
-
-        Args:
-            num_tokens: tokens of the request that are known for good (no drafts), and whose KV this step completes.
-        """
-        num_keys, stop = len(self.keys), num_tokens // chunk_tokens
+    def follow_outputs(self, chunk_tokens: int) -> None:
+        """Give keys to whole chunks of generated tokens too: those that are sampled for good, so no drafts."""
+        num_keys, stop = len(self.keys), self.request.num_tokens // chunk_tokens
         if stop > num_keys:
             tokens = list(self.request.all_token_ids[num_keys * chunk_tokens : stop * chunk_tokens])
             self.keys += chain_keys(self.parent(num_keys), tokens, chunk_tokens)

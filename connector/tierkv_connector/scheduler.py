@@ -44,7 +44,7 @@ from tierkv_connector.model import UnknownIdentityError, resolve_identity
 from tierkv_connector.plan import Plan, State
 from tierkv_connector.requests import RequestState
 from tierkv_connector.retention import Retention
-from tierkv_connector.spill import Spiller
+from tierkv_connector.spill import Spiller, saves_ahead
 
 logger = logging.getLogger("tierkv")
 
@@ -597,6 +597,8 @@ class Scheduler:
         counters["store_queue_nbytes"] = self.spill.queue.nbytes
         if self.client is not None and self.client.num_bad:
             counters["fetched_bad"] = self.client.num_bad
+        if self.client is not None and self.index.num_unsaved and saves_ahead(self.client.spill):
+            counters["not_saved"] = self.index.num_unsaved
         return HostStat(
             engine_id=self._engine_id,
             pid=os.getpid(),

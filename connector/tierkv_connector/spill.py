@@ -110,7 +110,7 @@ class Spiller:
             if state.store == "none":
                 continue
             if state.store == "all" and state.epoch == epoch:
-                state.follow_outputs(min(after, state.request.num_tokens), size)
+                state.follow_outputs(size)
             end = min(len(state.keys), after // size)
             if state.store_next < end and state.epoch == epoch:
                 self._plan_chunks(scheduler_output, state, end, jobs)
@@ -256,19 +256,14 @@ class Spiller:
         if self._unsent and 2 * self.queue.nbytes < STORE_NBYTES:
             lost = [self._unsent.popleft() for _ in range(min(len(self._unsent), _per_command(self._payload_nbytes)))]
             self.computed(lost, client)
-        if client.spill.get("disk") == Spill.ON_EVICT or self._last_stop_is_host(client.spill):
+        if saves_ahead(client.spill):
             self._save_ahead(client)
-
-    @staticmethod
-    def _last_stop_is_host(spill: Mapping[str, str]) -> bool:
-        """Return whether what the pool lets go is to go to the shared tier, with no disk between."""
-        return spill.get("shared") == Spill.ON_EVICT and spill.get("disk") == Spill.NEVER
 
     def _save_ahead(self, client: StoreClient) -> None:
         num_slots, per_command = self._index.pool.shape.num_slots, _per_command(self._payload_nbytes)
         wanted = min(max(per_command, min(int(num_slots * _SAVE_AHEAD), _MAX_AHEAD)), num_slots // 2)
         room = (STORE_NBYTES // 2 - self.queue.nbytes) // self._payload_nbytes
-        num = wanted - self._index.num_free
+        num = wanted - self._index.num_free - len(self._saving)  # those are pinned: no victims yet
         if num > 0 and room > 0:
             victims = [entry for entry in self._index.next_victims(num) if entry.anchor]
             self.send(victims[:room], client, EVICTED)
@@ -281,6 +276,12 @@ class Spiller:
             "waiting": ([e.key for e in self._unsent], len(self._wanted), len(self._saving), len(self._saved)),
             "queue": (self.queue.nbytes, dict(self.queue.counters)),
         }
+
+
+def saves_ahead(spill: Mapping[str, str]) -> bool:
+    """Return whether what the host pool lets go is to go to the disk, or to the shared tier with no disk between."""
+    disk, shared = spill.get("disk"), spill.get("shared")
+    return disk == Spill.ON_EVICT or (shared == Spill.ON_EVICT and disk == Spill.NEVER)
 
 
 def _per_command(payload_nbytes: int) -> int:

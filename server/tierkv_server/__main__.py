@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def main() -> int:
     """Read the configuration, detach from the engine, serve."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerConfig, dec_hook=_decode)
     _detach()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until somebody listens to it
     from tierkv_server.reload import Reloader
     from tierkv_server.server import DirectoryInUseError, Server
     from tierkv_server.signals import run_until_signal

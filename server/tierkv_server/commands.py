@@ -16,7 +16,7 @@ import msgspec
 
 from tierkv import __version__
 from tierkv.config import PROTOCOL_VERSION, shared_digest
-from tierkv.errors import NotFoundError, RefusedError, TierKVError
+from tierkv.errors import BusyError, NotFoundError, RefusedError, TierKVError
 from tierkv.keys import KEY_NBYTES
 from tierkv.layout import Namespace
 from tierkv.messages import Hello, Select, StoreItem, Welcome
@@ -133,6 +133,8 @@ class Commands:
             return command(connection, words[1:])
         except NotFoundError as error:
             return Error(f"NOTFOUND {error}")
+        except BusyError as error:
+            return Error(f"BUSY {error}")
         except RefusedError as error:
             return Error(f"REFUSED {error}")
         except (IndexError, ValueError, ArithmeticError, struct.error, msgspec.MsgspecError) as error:
@@ -151,7 +153,11 @@ class Commands:
             return Error("NOAUTH authentication is required; send AUTH with the token first")
         if name not in self._table:
             return _unknown(name)
-        return Error(f"NOPERM the {role}'s token does not allow {name.decode()}; use the admin's")
+        return Error(f"NOPERM the {role}'s token does not allow {name.decode()}; use {self._who_may(name)}")
+
+    def _who_may(self, name: bytes) -> str:
+        others = [role for role in (Role.ENGINE, Role.READER) if may(role, name)]
+        return " or ".join([*(f"the {role}'s" for role in others), "the admin's"])
 
     # -- who it is
 

@@ -293,4 +293,4 @@ def _turn_away(sock: socket.socket, plain: bool = True) -> None:
     with sock, contextlib.suppress(OSError):
         if plain:
             sock.setblocking(False)
-            sock.send(encode(Error("ERR this server has as many connections as it takes; close some, or come later")))
+            sock.send(encode(Error("BUSY this server has as many connections as it takes; close some, or come later")))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tierkv.config import COMMAND_NBYTES
-from tierkv.errors import RefusedError, UnavailableError
+from tierkv.errors import BusyError, RefusedError, UnavailableError
 from tierkv.inline_client import CHECKSUM_NBYTES
 from tierkv.messages import BAD, FROM_DISK, FROM_SHARED, StoreItem
 from tierkv.payload import checksum
@@ -68,7 +68,8 @@ class InlineMemory:
         """Return the pool of a session whose payloads have ``payload_nbytes``.
 
         Raises:
-            RefusedError: there is no memory for it, or its payloads are too long for a command.
+            BusyError: there is no memory for it now.
+            RefusedError: its payloads are too long for a command.
         """
         if payload_nbytes > MAX_BULK_NBYTES:
             raise RefusedError(
@@ -78,7 +79,7 @@ class InlineMemory:
         shape = PoolShape(MAX_MOVERS * num_slots(payload_nbytes), 1, payload_nbytes)
         with self._lock:
             if self.in_use + shape.nbytes > self._budget:
-                raise RefusedError(
+                raise BusyError(
                     f"this store server has no memory for another engine over TCP ({format_size(self.in_use)} of "
                     f"{format_size(self._budget)} are in use); use a server on this engine's machine, or another one"
                 )

@@ -305,6 +305,7 @@ class Inspector(Lister):
                 "num_unstaged": service.moves.num_unstaged,
                 "num_declined": service.storer.num_declined,
                 "num_joined": service.fetcher.flights.num_joined,
+                "num_brought": service.session_table.num_brought if service.session_table else 0,
                 "spill": {tier: policy.value for tier, policy in service.moves.spill.policies.items()},
             },
             "tiers": tiers,

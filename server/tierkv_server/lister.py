@@ -19,6 +19,7 @@ from tierkv.messages import HostEntry, Select
 from tierkv.prefixes import ID_DIGITS, Forest, Node, Prefix, sum_by_tier
 from tierkv.tiers.base import EntryInfo, Fetched, Ref, Sink
 from tierkv_server.admin.tree import make_tree
+from tierkv_server.collector import PAUSE
 from tierkv_server.service import make_refs
 from tierkv_server.session import Session
 
@@ -106,14 +107,16 @@ class Lister:
         """Return the stored chunks of a namespace over all tiers."""
         forest = Forest()
         for tier in self._stores.tiers():
-            for entry in tier.entries(ns_id):
-                forest.add_entry(tier.name, entry)
+            with PAUSE:
+                for entry in tier.entries(ns_id):
+                    forest.add_entry(tier.name, entry)
         for session, body in self.ask_engines("list", b"", ns_id):
             nbytes = session.pool.shape.payload_nbytes
             for h in msgspec.msgpack.decode(body, type=list[HostEntry]):
                 forest.add(HOST, h.key, h.parent, h.position, h.num_tokens, nbytes, h.num_hits, h.last_used)
                 forest.nodes[h.key].tenant = forest.nodes[h.key].tenant or h.tenant
-        forest.link()
+        with PAUSE:
+            forest.link()
         return forest
 
     def forests(self, select: Select) -> Iterator[tuple[bytes, Namespace, Forest]]:
@@ -140,7 +143,7 @@ class Lister:
         if len(found) > 1:
             raise RefusedError(f"this is stored in {len(found)} namespaces; name one of them too")
         if not found:
-            named = f"nothing stored fits the id {select.prefix!r}" if select.prefix else "no stored prefix was named"
+            named = f"no stored prefix has the id {select.prefix!r}" if select.prefix else "no stored prefix was named"
             raise NotFoundError(f"{named}; 'tierkv ls' lists what is stored")
         return found[0]
 
@@ -161,12 +164,10 @@ class Lister:
         if rank is None:
             raise RefusedError(f"sort {select.sort!r} is unknown; sort by one of " + ", ".join(_SORTS))
         tiers, now = set(self.tier_names(select)), time.time()
-        found = [
-            (ns_id, namespace, prefix)
-            for ns_id, namespace, forest in self.forests(select)
-            for prefix in forest.prefixes()
-            if _fits(prefix, select, tiers, now)
-        ]
+        found: list[tuple[bytes, Namespace, Prefix]] = []
+        for ns_id, namespace, forest in self.forests(select):
+            with PAUSE:
+                found += [(ns_id, namespace, p) for p in forest.prefixes() if _fits(p, select, tiers, now)]
         if select.limit:
             shown = heapq.nlargest(select.limit, found, key=lambda item: rank(item[2]))
         else:
@@ -238,7 +239,7 @@ class Lister:
             if by == "namespace":
                 sums[ns_id, b"", 0] = _Sum()
             for node in self.forest(ns_id).nodes.values():
-                if node.tenant.hex().startswith(select.tenant):
+                if not select.tenant or node.tenant.hex().startswith(select.tenant):
                     tenant = node.tenant if by == "tenant" else b""
                     span = node.position.bit_length() if by == "depth" else 0
                     sums.setdefault((ns_id, tenant, span), _Sum()).add(node, tiers)
@@ -331,7 +332,9 @@ class _Sum:
 
 def _fits(prefix: Prefix, select: Select, tiers: set[str], now: float) -> bool:
     leaf = prefix.leaf
-    if not leaf.key.hex().startswith(select.prefix) or not leaf.tenant.hex().startswith(select.tenant):
+    if select.prefix and not leaf.key.hex().startswith(select.prefix):
+        return False
+    if select.tenant and not leaf.tenant.hex().startswith(select.tenant):
         return False
     if tiers.isdisjoint(prefix.nbytes) or select.pinned not in (None, bool(leaf.pins)):
         return False

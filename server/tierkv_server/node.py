@@ -101,7 +101,10 @@ class Node:
         num = self._service.drop_disk()
         for ns_id in {session.ns_id for session in list(self._service.sessions.values())}:
             self._invalidate(ns_id, None)
-        logger.warning("evictions of other nodes were missed (%s): the disk tier was emptied of %d chunks", reason, num)
+        if num:
+            logger.warning("evictions of other nodes were missed (%s): %d chunks left the disk tier", reason, num)
+        else:
+            logger.info("this node hears of the fleet's evictions from here on (%s)", reason)
 
     def on_news(self, ns_id: bytes, heads: list[bytes]) -> None:
         """Let engines know of what others stored."""

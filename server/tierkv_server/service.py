@@ -159,6 +159,7 @@ class Service:
                     removed[tier.name] = tier.drop_namespace(ns_id)
                 else:
                     removed[tier.name] = tier.evict(ns_id, refs[::-1], force=force)
+        self.events.note("evict", ns_id, refs[-1].key if refs and not whole else b"", removed)
         if self.shared and {"disk", "shared"} <= tiers:
             self._publish(ns_id, refs, whole, force)
         self._remember_namespaces(ns_id if whole else None)

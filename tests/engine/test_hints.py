@@ -115,11 +115,40 @@ def test_store_all_stores_the_answer_and_it_is_the_same(engine: Engine, disk: Pa
     follow_up = prompt + first.tokens + PROMPTS.new(20)
     on_gpu = run(engine, follow_up)
     assert hits(on_gpu)["gpu"] >= 3 * CHUNK_TOKENS
+    assert engine.call("in_host", prompt=follow_up)[:3] == engine.call("on_gpu", prompt=follow_up)[:3]
     assert on_disk(engine, disk, (prompt + first.tokens)[: 3 * CHUNK_TOKENS]) == 3
     engine.clear_host()
     from_disk = run(engine, follow_up)
     assert hits(from_disk)["disk"] >= 3 * CHUNK_TOKENS
     assert from_disk.distance(on_gpu) < 1e-4
+
+
+def test_of_drafts_only_what_was_accepted_is_stored(lab: Lab, model: Path) -> None:
+    """A quarter of all tokens occur in the prompt, so that drafts are made; what is stored is what the GPU has."""
+    engine = lab.engine(
+        model,
+        {"server": "off"},
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 1,
+            "prompt_lookup_min": 1,
+        },
+    )
+    prompt = [token for _ in range(2) for token in range(0, VOCAB, 4)][:1000]
+    first = run(engine, prompt, 2 * CHUNK_TOKENS + 1, store="all")
+    known = (prompt + first.tokens)[: (len(prompt) + len(first.tokens) - 1) // CHUNK_TOKENS * CHUNK_TOKENS]
+    assert len(known) // CHUNK_TOKENS == len(prompt) // CHUNK_TOKENS + 2
+    stored = engine.call("in_host", prompt=known)
+    assert None not in stored, "a chunk of the answer was not stored"
+    follow_up = known + PROMPTS.new(20)
+    assert hits(run(engine, follow_up, store="none"))["gpu"] == len(known)
+    assert engine.call("on_gpu", prompt=follow_up)[: len(stored)] == stored
+    engine.reset_gpu()
+    again = run(engine, follow_up)
+    engine.reset_gpu()
+    engine.call("clear_host")
+    assert run(engine, follow_up, load="none").distance(again) < 1e-3
 
 
 def test_a_session_is_known_to_the_server_and_held(engine: Engine, disk: Path) -> None:
@@ -203,8 +232,9 @@ def openai_url(model: Path, module_lab: Lab) -> Iterator[str]:
         },
     }
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory), "--served-model-name", "m",
-        "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory),
+        "--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
+        "--enforce-eager", "--block-size", "32",
         "--max-model-len", "2560", "--num-gpu-blocks-override", "256", "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

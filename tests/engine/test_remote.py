@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts
+from engine_process import CHUNK_TOKENS, Answer, Engine, EngineError, Lab, Prompts
 from leaks import pool_files
 from proxy import Proxy
 from records import wait_until
@@ -236,6 +236,24 @@ def test_an_engine_that_is_not_admitted_serves_without_and_is_admitted_later(
     assert str(store.directory) in told[f"cmdline of {store.pid}"]
     for place, text in told.items():
         assert not any(secret in text for secret in secrets), place
+
+
+@pytest.mark.parametrize(
+    "mode, sentence", [(0o644, "every user may read or change (mode 0644)"), (None, "No such file")]
+)
+def test_a_token_that_is_no_secret_stops_the_engine_in_a_sentence(
+    lab: Lab, model: Path, store: TomlStore, mode: int | None, sentence: str
+) -> None:
+    token = lab.directory / "token"
+    if mode is not None:
+        token.write_text(store.secret("engine"))
+        token.chmod(mode)
+    refused = lab.engine(model, store.options() | {"server_token_file": token})
+    with pytest.raises(EngineError) as error:
+        refused.ready()
+    assert str(token) in str(error.value)
+    assert sentence in str(error.value)
+    assert store.secret("engine") not in str(error.value) + refused.log.read_text()
 
 
 # -- a server that dies, and one that says nothing more, in the middle of a fetch

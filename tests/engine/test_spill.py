@@ -155,6 +155,7 @@ def test_the_disk_gets_what_leaves_a_small_host_pool(lab: Lab, model: Path, refe
     assert num_evicted <= num_on_disk == tier(disk, "disk")["num_entries"] < 30
     assert num_on_disk == engine.counters()["stored"], "each was sent once"
     assert on_disk(engine, disk, prompts[-1]) == [False] * 3
+    assert "not_saved" not in engine.counters()
 
     for prompt in prompts[:4]:
         engine.reset_gpu()
@@ -163,6 +164,22 @@ def test_the_disk_gets_what_leaves_a_small_host_pool(lab: Lab, model: Path, refe
         assert hits(counters) == (0, 3, 0, 0)
         assert counters["stored"] <= 8, "what came from the disk is not sent there again when it goes"
     assert all(on_disk(engine, disk, prompt) == [True] * 3 for prompt in prompts[:-2])
+
+
+def test_what_a_burst_pushes_out_before_it_was_sent_is_counted(lab: Lab, model: Path) -> None:
+    """The pool has 8 chunks, of which 4 are sent ahead: a prompt of 7 in one step pushes out 3 that were not."""
+    disk = lab.disk()
+    prompts = [PROMPTS.new(212), PROMPTS.new(212), PROMPTS.new(450)]
+    engine = lab.engine(model, {"disk_dir": disk, "host_bytes": 9 * PAYLOAD_NBYTES, "spill": {"disk": "on-evict"}})
+    for prompt in prompts:
+        engine.one(prompt)
+        engine.counters()
+    num_nowhere = 0
+    for prompt in prompts:
+        there, here = on_disk(engine, disk, prompt), engine.call("in_host", prompt=prompt)
+        num_nowhere += sum(not a and not b for a, b in zip(there, here, strict=True))
+    assert engine.call("stat")["num_evicted"] == 5
+    assert engine.counters()["not_saved"] == num_nowhere == 3
 
 
 def test_the_disk_gets_what_leaves_although_it_was_declined_for_the_shared_tier(

@@ -106,9 +106,9 @@ def test_each_role_may_send_what_is_its_own(server: Server, tokens: dict[str, Pa
             shutdown = wire.call("SHUTDOWN") if role != "admin" else ""
             assert role == "admin" or (isinstance(shutdown, Error) and shutdown.startswith("NOPERM"))
     common = {"PING", "ECHO", "COMMAND", "CLIENT", "SELECT", "HELLO", "TKV.MATCH"}
-    read = "STAT NS LS PAGE SHOW TREE DU LOCATE USAGE EVENTS SLOW SESSIONS".split()
+    read = ["STAT", "NS", "LS", "PAGE", "SHOW", "TREE", "DU", "LOCATE", "USAGE", "EVENTS", "SLOW", "SESSIONS"]
     assert replies["reader"] == common | {f"TKV.{name}" for name in read}
-    sent = {"HELLO", "ATTACH", "SUBSCRIBE", "ANSWER", "FETCH", "STORE", "USE"}
+    sent = {"HELLO", "ATTACH", "SUBSCRIBE", "ANSWER", "FETCH", "STORE", "USE", "TURN"}
     assert replies["engine"] == common | {f"TKV.{name}" for name in sent}
     assert replies["admin"] >= replies["reader"] | replies["engine"] | {"TKV.EVICT", "TKV.PIN"}
 
@@ -224,6 +224,7 @@ def test_every_token_is_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("x" * 32, 0o604, ["every user may read", "0604", "chmod"]),
         ("x" * 32, 0o602, ["every user may read or change", "0602"]),
+        ("x" * 32, 0o620, ["its group may change", "0620"]),
         ("", 0o600, ["one line"]),
         ("short", 0o600, ["5 characters"]),
         ("two words that are long", 0o600, ["without spaces"]),
@@ -426,8 +427,13 @@ def refuse_certificates(good: Address, tokens: dict[str, Path], files: TlsFiles,
         AdminClient(change(good, ca_file=None))
     with pytest.raises(RefusedError, match="is not trusted"):  # 127.0.0.1 and localhost are in it
         AdminClient(change(good, host="127.0.0.2"))
-    with pytest.raises(ConfigError, match="holds no certificates"):
+    with pytest.raises(ConfigError, match="is not usable"):
         AdminClient(change(good, ca_file=tmp_path / "none"))
+    bare = tmp_path / "bare.key"
+    bare.write_bytes(files.client_key.read_bytes())
+    bare.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"key file=.*bare\.key.* holds a secret that every user may read"):
+        AdminClient(change(good, cert_file=files.client_cert, key_file=bare))
     with pytest.raises(UnavailableError):
         AdminClient(change(good, tls=False))
     with pytest.raises(RefusedError, match=r"does not take the token in .*reader-token"):
@@ -635,7 +641,7 @@ def test_tcp_leaves_room_for_the_unix_socket(short_dir: Path) -> None:
         for wire in local:
             assert wire.call("PING") == "PONG"
         with Wire(config, unix=True) as ninth:
-            assert str(ninth.reply()).startswith("ERR this server has as many connections")
+            assert str(ninth.reply()).startswith("BUSY this server has as many connections")
         wait_until(lambda: server.network()["refused"] == 2)
         assert server.network() == {
             "unix": 2, "tcp": 6, "strangers": 0, "refused": 2, "cut_off": 0, "garbage": 0, "wrong_tokens": 0,
@@ -730,3 +736,9 @@ def test_a_client_that_resets_its_connection_harms_nobody(server: Server, tokens
     wait_until(lambda: server.network()["tcp"] == 0)
     with Wire(server.config, unix=True) as wire:
         assert wire.call("PING") == "PONG"
+
+
+def test_a_server_that_is_full_keeps_no_engine_from_starting(short_dir: Path) -> None:
+    config = with_listen(make_config(short_dir), max_connections=8)
+    with serving(config), FakeEngine(config.socket), pytest.raises(TimeoutError):
+        FakeEngine(config.socket, engine_id="second")  # its client is there, without a session, and tries again

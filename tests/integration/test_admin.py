@@ -27,6 +27,7 @@ from serving import serving
 from tierkv.client import AdminClient
 from tierkv.errors import ConfigError
 from tierkv.messages import Select
+from tierkv.sessions import SessionTurn
 from tierkv_server.admin import app as admin_app
 from tierkv_server.admin import http as admin_http
 from tierkv_server.admin import metrics, stats
@@ -337,6 +338,12 @@ def test_replies_are_as_the_document_says(filled: FakeEngine, client: Client, se
     check("POST", "/v1/pin", 200, {"prefix": a, "owner": "me", "seconds": 60})
     check("POST", "/v1/unpin", 200, {"prefix": a})
     check("POST", "/v1/ttl", 200, {"prefix": a, "seconds": 60})
+    filled.client.turn(SessionTurn(bytes(16), bytes(16), b"".join(filled.keys(A)), 60.0))
+    wait_until(lambda: client.get("/v1/sessions")["total"], what="the session is not known")
+    check("GET", "/v1/sessions?tenant=00", 200)
+    check("POST", "/v1/sessions/prefetch", 200, {"session": "0000"})
+    check("POST", "/v1/sessions/release", 200, {"session": "0000"})
+    check("POST", "/v1/sessions/release", 404, {"session": "0000"})
     check("POST", "/v1/evict", 200, {"prefix": a})
     check("POST", "/v1/evict", 404, {"prefix": a})
     check("POST", "/v1/evict", 400, {"prefix": 5})

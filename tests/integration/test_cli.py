@@ -21,6 +21,7 @@ import pytest
 from fake_engine import FakeEngine, make_namespace, wait_until
 from servers import server_binaries, start_redis
 from tierkv import __version__
+from tierkv.cli import VERBS
 from tierkv.client import AdminClient
 from tierkv.errors import UnavailableError
 
@@ -141,9 +142,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_help_lists_every_verb() -> None:
     done = run("--help")
-    for verb in ("serve", "stat", "ls", "match", "evict"):
+    for verb in VERBS:
         assert f"\n  {verb} " in done.stdout
-        assert "--json" in run(verb, "--help").stdout or verb == "serve"
 
 
 def test_version() -> None:
@@ -196,9 +196,8 @@ def test_no_server(verb: str, tmp_path: Path) -> None:
     assert not done.stdout
 
 
-def test_the_server_comes_from_the_environment(served: Served, tmp_path: Path) -> None:
+def test_the_server_comes_from_the_environment(served: Served) -> None:
     assert run("stat", env={"TIERKV_SERVER": f"unix://{served.socket}"}).returncode == 0
-    sentence(run("stat", env={"XDG_CACHE_HOME": str(tmp_path)}), 3, f"{tmp_path}/tierkv/tierkv.sock")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -243,7 +242,7 @@ def test_empty_store(served: Served) -> None:
     stat = served.tierkv("stat")
     assert stat.returncode == 0 and str(served.socket) in stat.stdout
     sentence(served.tierkv("ls"), 1, "nothing is stored")
-    assert served.json("ls", code=1) == {"prefixes": []}
+    assert served.json("ls", code=1) == {"prefixes": [], "total": 0}
     sentence(served.tierkv("match", "--tokens", "1 2 3"), 1, "nothing is stored here")
     assert served.json("match", "--tokens", "1 2 3", code=1) == {"tokens": 3, "namespaces": []}
     sentence(served.tierkv("evict", "12ab"), 1, "12ab")
@@ -312,7 +311,7 @@ def test_ls_filters(served: Served, filled: FakeEngine) -> None:
         assert [r["id"] for r in served.json("ls", "--prefix", start)["prefixes"]] == [whole_key[:12]]
     filled.forget()
     assert len(served.json("ls", "--tier", "disk")["prefixes"]) == 3
-    assert served.json("ls", "--tier", "host", code=1) == {"prefixes": []}
+    assert served.json("ls", "--tier", "host", code=1) == {"prefixes": [], "total": 0}
     assert len(served.json("ls", "--tier", "host", "--tier", "disk")["prefixes"]) == 3
     sentence(served.tierkv("ls", "--tier", "shared"), 4, "'shared'", "host, disk")
 
@@ -352,6 +351,20 @@ def test_on_a_terminal_of_100_columns(served: Served, filled: FakeEngine, env: d
         assert not _COLOUR.search(shown) or not env.get("NO_COLOR")
         lines = _STYLE.sub("", shown).replace("\r", "").splitlines()
         assert all(len(line) <= 100 for line in lines if not line.startswith(("socket", "disk  ")))
+
+
+def test_no_color_is_plain_on_a_terminal(served: Served, filled: FakeEngine) -> None:
+    args = ["ls", "--server", str(served.socket)]
+    assert "\x1b[" in on_terminal(args, {})[1]
+    code, shown = on_terminal([*args, "--no-color"], {})
+    assert code == 0 and short_id(filled, A) in shown and "\x1b[" not in shown
+
+
+def test_verify_draws_a_bar_on_a_terminal(served: Served, filled: FakeEngine) -> None:
+    code, shown = on_terminal(["verify", "--server", str(served.socket)], {})
+    assert code == 0 and "Verifying" in shown and "100%" in shown and "14 records sound" in shown
+    code, shown = on_terminal(["verify", "--quiet", "--server", str(served.socket)], {})
+    assert code == 0 and not shown
 
 
 def on_terminal(args: Sequence[str], env: dict[str, str], typed: str = "", asked: str = "?") -> tuple[int, str]:

@@ -747,7 +747,7 @@ def test_33_queued_stores_make_way_for_loads(
     """While a load is under way no batch of queued stores begins, for a bounded time."""
     tiers = wrap_tiers(monkeypatch)
     release = threading.Event()
-    monkeypatch.setattr("tierkv_server.writer._MAX_YIELD_S", 30.0)
+    monkeypatch.setattr("tierkv_server.writer.MAX_YIELD_S", 30.0)
     with serving(make_config(short_dir, shared_url=redis_server.url)) as server, FakeEngine(server.config.socket) as e:
         only_in_redis(e)
         writes = tiers["shared"].num_calls["store"]

@@ -28,6 +28,7 @@ from tierkv.errors import ProtocolError
 from tierkv.messages import Hello, StoreItem
 from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.resp import Error, Parser, Value, encode, encode_command
+from tierkv.sessions import SessionTurn
 from tierkv_server.access import BOUNDS, Role
 
 TOKENS = {"engine": "engine-token-0123456", "reader": "reader-token-0123456", "admin": "admin-token-01234567"}
@@ -258,6 +259,29 @@ select_st = mutated(
     ).map(msgspec.json.encode),
     most=1,
 )
+turn_st = mutated(
+    st.builds(
+        SessionTurn,
+        st.sampled_from([b"", b"s" * 16, b"t" * 16, b"short"]),
+        st.sampled_from([bytes(16), b"u" * 16, b""]),
+        keys_st,
+        st.sampled_from([0.0, 1.0, -1.0, 1e300, float("nan"), float("inf")]),
+        st.booleans(),
+        st.booleans(),
+    ).map(msgspec.msgpack.encode),
+    most=2,
+)
+session_st = mutated(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "session": st.sampled_from(["", (b"s" * 16).hex(), "7373", "73", "x", "7" * 500]),
+            "ns": st.sampled_from([NS.hex(), "", "zz"]),
+            "tenant": st.sampled_from(["", "00", "zz"]),
+        },
+    ).map(msgspec.json.encode),
+    most=1,
+)
 anything_st = st.one_of(number_st, keys_st, ns_st, items_st, select_st, st.binary(max_size=30))
 #: Commands with arguments that make sense now and then. AUTH waits half a second, SUBSCRIBE lets others wait.
 _SHAPES: dict[bytes, list[st.SearchStrategy[bytes]]] = {
@@ -294,6 +318,9 @@ _SHAPES: dict[bytes, list[st.SearchStrategy[bytes]]] = {
     b"TKV.UNPIN": [select_st],
     b"TKV.TTL": [select_st],
     b"TKV.USAGE": [select_st],
+    b"TKV.TURN": [turn_st],
+    b"TKV.SESSIONS": [session_st],
+    b"TKV.SESSION": [st.sampled_from([b"release", b"prefetch", b"RELEASE", b"x", b""]), session_st],
     b"TKV.RELOAD": [],
     b"TKV.NOPE": [anything_st],
 }
@@ -441,9 +468,10 @@ def test_roles_do_what_is_theirs_and_nothing_else(target: Target) -> None:
                 refused[role].add(name)
     assert refused[""] == refused["admin"] == set()
     assert refused["nobody"] == set(_SHAPES), "even HELLO, without AUTH in it"
-    changes = {b"TKV.EVICT", b"TKV.PIN", b"TKV.UNPIN", b"TKV.TTL", b"TKV.RELOAD"}
+    changes = {b"TKV.EVICT", b"TKV.SESSION", b"TKV.PIN", b"TKV.UNPIN", b"TKV.TTL", b"TKV.RELOAD"}
     assert changes <= refused["engine"] and changes <= refused["reader"]
     assert {b"TKV.HELLO", b"TKV.STORE", b"TKV.FETCH", b"TKV.ATTACH", b"TKV.USE", b"TKV.ANSWER"} <= refused["reader"]
+    assert b"TKV.TURN" in refused["reader"] and b"TKV.SESSIONS" in refused["engine"]
 
 
 def test_announced_bytes_take_no_memory(target: Target) -> None:

@@ -25,7 +25,7 @@ from serving import alive, kill_launched, make_config, owner, serving
 from tierkv import __version__, client, health
 from tierkv.client import AdminClient
 from tierkv.config import COMMAND_NBYTES, PROTOCOL_VERSION
-from tierkv.errors import ConfigError, ProtocolError
+from tierkv.errors import ProtocolError
 from tierkv.hostindex import Entry, Fetch
 from tierkv.inline_client import InlineTransfers, merge_letters
 from tierkv.launcher import Launcher
@@ -450,7 +450,7 @@ def test_memory_for_inline_engines_is_bounded(short_dir: Path, monkeypatch: pyte
         server.commands._inline = inline.InlineMemory(2 * one)
         with FakeEngine(address_of(config)) as first, FakeEngine(address_of(config)):
             assert server.commands._inline.in_use == 2 * one
-            with pytest.raises(ConfigError, match="has no memory for another engine over TCP"):
+            with pytest.raises(TimeoutError):  # an engine starts without the server, and tries again
                 FakeEngine(address_of(config))
             first.close()
             wait_until(lambda: server.commands._inline.in_use == one)

@@ -340,7 +340,7 @@ def test_what_is_evicted_meanwhile_is_not_brought_back(fleet: Server, other_node
         def evict_first(job: Any) -> bool:
             if not brought:
                 brought.append(job)
-                service.evict(NS, [job.ref], ["disk", "shared"])
+                service.evict(NS, [job.ref], ["disk"])  # alone: of this nobody else hears, who would tell us again
             return put(job)
 
         service.moves.disk_writer.put = evict_first  # type: ignore[method-assign]

@@ -495,3 +495,14 @@ def test_everything_answers_while_redis_is_out(tier: MakeTier, server: RedisServ
     assert set(node.store(NS_ID, records)) == {Status.ERROR}
     node.lifetime.sweep(NS_ID)
     assert list(node.keys(NS_ID)) == []
+
+
+def test_a_full_quota_never_takes_the_start_of_the_chain_that_is_stored(tier: MakeTier, server: RedisServer) -> None:
+    """Without its first chunks nothing of a chain can be used: what does not fit is its end."""
+    refs, records = make_chain(NAMESPACE, 8)
+    nbytes = HEADER_NBYTES + NAMESPACE.payload_nbytes
+    one = tier(Limits(tenant_nbytes={b"": 4 * nbytes + 100}))
+    for record in records:
+        one.store(NS_ID, [record])
+    there = one.match(NS_ID, refs)
+    assert there == [True] * sum(there) + [False] * (8 - sum(there)) and sum(there) == 4

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from scheduler_bench import CHUNK_TOKENS, IDENTITY, PAYLOAD_NBYTES, Bench, small_world
 from tierkv.config import EngineConfig, HintLimits
@@ -125,8 +126,8 @@ def test_limits_cut_and_are_said() -> None:
 
 
 def test_vllms_own_hints_and_session_are_read() -> None:
-    def envelope(*actions: tuple[str, object]) -> SimpleNamespace:
-        return SimpleNamespace(actions=[SimpleNamespace(action_type=t, payload=p) for t, p in actions])
+    def envelope(*actions: tuple[str, Any]) -> KvHintsEnvelope:
+        return KvHintsEnvelope("1", "m", [KvHintAction(f"a{i}", t, "1", p) for i, (t, p) in enumerate(actions)])
 
     request = SimpleNamespace(
         kv_hints=envelope(("other", {"store": "none"}), ("tierkv", {"session": "s", "priority": 1}))
@@ -333,6 +334,20 @@ def test_load_host_takes_what_is_in_the_pool_and_load_none_does_not(bench: Bench
         hinted(bench, PROMPT, load=load)
         run(bench)
         assert bench.told[-1]["hit_tokens"]["host"] == tokens
+
+
+def test_what_another_request_has_fetched_is_in_the_pool(bench: Bench) -> None:
+    store_remotely(bench, b"d")
+    fetches = bench.new_request(PROMPT)
+    bench.add(fetches)
+    bench.answer_all()
+    bench.sched._advance_plans()
+    bench.answer_all()
+    bench.finish(fetches)  # before it could load
+    hinted(bench, PROMPT, load=["host"])
+    run(bench)
+    assert bench.told[0]["hit_tokens"] == {"gpu": 0, "host": 4 * CHUNK_TOKENS, "disk": 0, "shared": 0}
+    assert bench.sched.counters["disk_hits"] == 4, "the disk's hits are counted where they are made"
 
 
 def test_a_load_that_fails_is_no_hit(bench: Bench) -> None:

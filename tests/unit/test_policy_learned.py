@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tierkv.policy import POLICIES, Hint, Learned, Policy, make_policy, prefetch_order
 from tierkv.policy import learned as learned_module
 from tierkv.policy.kinds import Experience
-from tierkv.policy.returns import ENDS, NUM_OCTAVES, Returns, worths
+from tierkv.policy.returns import ENDS, NUM_OCTAVES, Returns, profits, worths
 
 NUM_KEYS = 40
 ROOT = b"root"
@@ -107,14 +108,21 @@ def test_what_is_remembered_agrees_with_itself_and_is_bounded(what: list[tuple[A
         policy: Learned[bytes] = Learned()
         run(policy, what)
         policy.note([key(1)], 1e9)  # ghosts are forgotten here, if not before
-        segments = set(policy._segments.values())
-        assert sum(len(s.keys) for s in segments) == len(policy._segments)
+        segments = set(policy._known.values())
+        assert sum(len(s.keys) for s in segments) == len(policy._known)
         for segment in segments:
-            assert all(policy._segments[k] is segment for k in segment.keys)
-            held = [i for i, k in enumerate(segment.keys) if k in policy]
-            assert segment.num_stored == len(held)
-            assert not held or held[-1] < segment.top
-            assert (segment in policy._ghosts) == (len(held) < len(segment.keys))
+            assert all(policy._known[k] is segment for k in segment.keys)
+            assert [k in policy for k in segment.keys] == [i < segment.num_stored for i in range(len(segment.keys))]
+            assert (segment in policy._ghosts) == (segment.num_stored < len(segment.keys))
+            assert (segment in segment.cohort.listed) == segment.is_listed
+            top = segment.keys[segment.num_stored - 1]
+            assert segment.is_listed or not segment.num_stored or top in policy._num_children
+        heads = Counter(s.parent for s in segments if s.num_stored)
+        assert heads == policy._num_children
+        for cohort in {s.cohort for s in segments}:
+            members = [s for s in segments if s.cohort is cohort]
+            assert cohort.num_members == len(members)
+            assert cohort.weight == pytest.approx(sum(s.weight for s in members))
         assert policy.num_ghosts <= max(10, len(policy))
     finally:
         learned_module.MIN_GHOSTS = before
@@ -127,9 +135,9 @@ def test_ghosts_ages_and_heap_stay_bounded() -> None:
         tier.request([key(1), key(2), *(key(10 + 5 * i + n) for n in range(5))], i * 0.1)
     assert len(policy) <= 500
     assert policy.num_ghosts <= learned_module.MIN_GHOSTS
-    num_segments = len(set(policy._segments.values()))
-    assert sum(map(len, policy._aging)) <= 3 * num_segments + 1000
-    assert len(policy._heap) <= len(policy._experience.kinds) * NUM_OCTAVES
+    num_cohorts = len({segment.cohort for segment in policy._known.values()})
+    assert sum(map(len, policy._aging)) == policy._num_aging <= 3 * num_cohorts + 1100
+    assert policy._cells.num_queued <= len(policy._experience.kinds) * NUM_OCTAVES
     assert len(policy._experience.kinds) < 400
 
 
@@ -274,6 +282,54 @@ def test_a_higher_priority_is_worth_more_and_no_more_than_the_limit() -> None:
         worth.append(policy.worth(b"a"))
     assert worth == sorted(worth)
     assert worth[3] == worth[4] == 16 * worth[1]
+
+
+def test_a_chain_that_repeats_keys_or_skips_some_does_no_harm() -> None:
+    policy: Learned[bytes] = Learned()
+    a, b, c, d = chain(0, 4)
+    for i, odd in enumerate(([a, b, c], [a, a, b], [b, c], [d, d, d], [a, d, c, b], [c, a], [d, a])):
+        policy.note(odd, float(i))
+        for above, k in zip([ROOT, *odd], odd, strict=False):
+            policy.add(k, above)
+    assert sorted(policy) == [a, b, c, d]
+    assert sum(len(s.keys) for s in set(policy._known.values())) == 4
+
+
+def test_a_gap_in_a_chain_is_closed_again() -> None:
+    policy: Learned[bytes] = Learned()
+    keys = chain(0, 6)
+    policy.note(keys, 0.0)
+    for above, k in zip([ROOT, *keys], keys, strict=False):
+        policy.add(k, above)
+    policy.remove(keys[2])
+    assert [k in policy for k in keys] == [True, True, False, True, True, True]
+    assert policy.victim(lambda _: True) in (keys[1], keys[5])
+    policy.add(keys[2], keys[1])
+    for k in reversed(keys):
+        assert policy.victim(lambda _: True) == k
+        policy.remove(k)
+    assert not policy._num_children
+
+
+def test_loaded_chunks_share_segments() -> None:
+    """A tier that loads its index adds parents first, then touches each chunk, leaves first."""
+    policy: Learned[bytes] = Learned()
+    for n in range(3):
+        for above, k in zip([ROOT, *chain(n, 50)], chain(n, 50), strict=False):
+            policy.add(k, above)
+    for n in (1, 2, 0):
+        for k in reversed(chain(n, 50)):
+            policy.touch((k,))
+    assert len(set(policy._known.values())) == 3
+    assert policy.victim(lambda _: True) == chain(1, 50)[-1]
+
+
+def test_profits_are_expected_hits_less_the_price() -> None:
+    q = [0.0] * NUM_OCTAVES
+    q[0] = 0.5
+    assert profits(q, 1.0, 0.0)[:2] == [0.5, 0.0]
+    assert profits(q, 4.0, 0.01)[0] == pytest.approx(4 * 0.5 - 0.01 * 8 * 0.75)
+    assert profits(q, 1.0, 1.0)[0] == 0.0
 
 
 def test_what_the_tier_above_holds_is_written_only_where_there_is_room() -> None:

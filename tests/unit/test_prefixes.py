@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import RefusedError
-from tierkv.prefixes import Forest, sum_by_tier
+from tierkv.prefixes import Forest, least_used, sum_by_tier
 
 ROOT = bytes(32)
 
@@ -138,3 +140,98 @@ def test_evicting_an_own_part_leaves_the_neighbours_whole(chains: list[str], dat
 def test_every_chunk_is_on_the_chain_of_a_leaf(chains: list[str]) -> None:
     f = forest(*chains)
     assert {n.key for leaf in f.leaves() for n in f.chain(leaf.key)} == set(f.nodes)
+
+
+def test_prefixes_have_their_own_parts_and_the_sums_of_their_chains() -> None:
+    f = forest("abcd", "abxy", "m")
+    found = {names([p.leaf.key])[0]: p for p in f.prefixes()}
+    assert set(found) == {"abcd", "abxy", "m"}
+    p = found["abcd"]
+    assert names([n.key for n in p.own]) == ["abc", "abcd"] and p.num_stored == 4
+    assert p.nbytes == {"disk": 400} and p.branch is f.nodes[key("ab")]
+    assert found["m"].branch is None and found["m"].nbytes == {"disk": 100}
+
+
+def test_a_part_of_a_forest() -> None:
+    part = forest("abcd", "abxy", "m").part(key("abc"))
+    assert names([p.leaf.key for p in part.prefixes()]) == ["abcd"]
+    assert sorted(names(list(part.nodes))) == ["abc", "abcd"]
+
+
+@given(chains_st)
+def test_prefixes_agree_with_chains(chains: list[str]) -> None:
+    f = forest(*chains)
+    found = list(f.prefixes())
+    assert {p.leaf.key for p in found} == {n.key for n in f.leaves()}
+    for p in found:
+        chain = f.chain(p.leaf.key)
+        assert p.num_stored == len(chain) and p.nbytes == sum_by_tier(chain)
+        assert {n.key for n in p.own} == set(f.own_part(p.leaf.key))
+        forks = [n for n in chain if len(n.children) > 1]
+        assert p.branch is (forks[-1] if forks else None)
+
+
+@given(chains_st, st.data())
+def test_what_is_closed_leaves_no_chunk_without_its_ancestors(chains: list[str], data: st.DataObject) -> None:
+    f = forest(*chains)
+    chosen = data.draw(st.sets(st.sampled_from(sorted(f.nodes))))
+    doomed = {n.key for n in f.closed(f.nodes[k] for k in chosen)}
+    assert doomed == {k for k in chosen if set(f.below(k)) <= chosen}
+
+
+@given(chains_st, st.data())
+def test_room_is_made_of_least_recently_used_leaves(chains: list[str], data: st.DataObject) -> None:
+    f = forest(*chains)
+    for node in f.nodes.values():
+        node.last_used = data.draw(st.integers(0, 5))
+    pinned = data.draw(st.sets(st.sampled_from(sorted(f.nodes))))
+    wanted = data.draw(st.integers(1, 1000))
+    found = least_used({b"ns": f}, ["disk"], wanted, lambda ns, node: node.key not in pinned)
+    doomed = [n.key for n in found.get(b"ns", [])]
+    assert not pinned & set(doomed) and len(doomed) == len(set(doomed))
+    for k in doomed:
+        assert set(f.below(k)) <= set(doomed), "an ancestor went before its descendant"
+        assert f.nodes[k].parent not in doomed[doomed.index(k) :], "parents come first"
+    may_go = {k for k in f.nodes if not pinned & set(f.below(k))}
+    assert len(doomed) == min(-(-wanted // 100), len(may_go))
+
+
+def test_chunks_that_are_elsewhere_are_passed_over() -> None:
+    f = Forest()
+    for tier, chunk, parent, position in (("disk", "a", "", 0), ("disk", "ab", "a", 1), ("host", "abc", "ab", 2)):
+        f.add(tier, key(chunk), key(parent) if parent else ROOT, position, 16, 100)
+    f.link()
+    found = least_used({b"ns": f}, ["disk"], 150, lambda ns, node: True)
+    assert names([n.key for n in found[b"ns"]]) == ["a", "ab"]
+
+
+def work(f: Forest) -> int:
+    """Return the calls that listing a forest's prefixes takes."""
+    num = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal num
+        num += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        list(f.prefixes())
+    finally:
+        sys.setprofile(None)
+    return num
+
+
+@pytest.mark.parametrize("shape", ["chain", "comb", "leaves"])
+def test_the_work_of_a_listing_grows_with_the_chunks(shape: str) -> None:
+    def make(size: int) -> Forest:
+        f = Forest()
+        for i in range(size):
+            parent = ROOT if shape == "leaves" or i == 0 else i.to_bytes(32, "big")
+            f.add("disk", (i + 1).to_bytes(32, "big"), parent, 0 if shape == "leaves" else i, 16, 100)
+            if shape == "comb":  # a prefix ends at every chunk of a long chain
+                f.add("disk", b"leaf" + (i + 1).to_bytes(28, "big"), (i + 1).to_bytes(32, "big"), i + 1, 16, 100)
+        f.link()
+        return f
+
+    small, large = work(make(500)), work(make(4000))
+    assert large < 9 * small

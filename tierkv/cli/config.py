@@ -9,7 +9,6 @@ import click
 
 from tierkv.cli import EXIT_OK, EXIT_USAGE
 from tierkv.cli.options import print_json
-from tierkv.toml_config import BadConfigError, example, load, to_data, to_toml
 
 
 @click.group("config", context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,6 +26,8 @@ def check(file: Path, no_files: bool) -> int:
 
     Run it as the server's user, on the server's machine: it looks at the files that the configuration names.
     """
+    from tierkv.toml_config import BadConfigError, load
+
     try:
         config = load(file, environment(), files=not no_files)
     except BadConfigError as error:
@@ -42,6 +43,8 @@ def check(file: Path, no_files: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: sizes in bytes, durations in seconds.")
 def show(file: Path | None, as_json: bool) -> None:
     """Print the effective configuration: FILE, the environment, and the defaults for the rest. No secrets."""
+    from tierkv.toml_config import load, to_data, to_toml
+
     config = load(file, environment(), files=False)
     if as_json:
         print_json(to_data(config))
@@ -52,6 +55,8 @@ def show(file: Path | None, as_json: bool) -> None:
 @command.command("example")
 def print_example() -> None:
     """Print a configuration file with every field, its default and what it does, to start from."""
+    from tierkv.toml_config import example
+
     click.echo(example(), nl=False)
 
 

@@ -22,7 +22,6 @@ from tierkv.cli.options import (
     server_option,
 )
 from tierkv.errors import ConfigError, NotFoundError, RefusedError
-from tierkv.payload import BadRecordError
 from tierkv.selection import Select
 
 _EXAMPLES = """\b
@@ -75,6 +74,7 @@ def _write(store: Any, file: Path, namespace: Any, chunks: list[dict[str, Any]])
         NotFoundError: a chunk went meanwhile.
     """
     from tierkv.exchange import Writer
+    from tierkv.payload import BadRecordError
 
     try:
         writer = Writer(file, namespace, len(chunks))

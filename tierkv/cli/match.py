@@ -15,6 +15,7 @@ from tierkv.cli.options import (
     namespace_option,
     namespace_start,
     namespaces,
+    offline_options,
     print_json,
     prompt_options,
     server_option,
@@ -22,11 +23,17 @@ from tierkv.cli.options import (
 from tierkv.cli.prompt import read_prompt
 from tierkv.selection import Select
 
+_EXAMPLES = """\b
+Examples:
+  tierkv match --tokens-file prompt.json
+  tierkv match --tokens 1,2,3 --salt alice --json | jq '.namespaces[0].tokens_stored'"""
 
-@click.command("match")
+
+@click.command("match", epilog=_EXAMPLES)
 @prompt_options
 @namespace_option
 @json_option
+@offline_options
 @server_option
 def command(
     tokens: str | None,

@@ -31,7 +31,7 @@ def command(seconds: float, owner: str | None, as_json: bool, **given: Any) -> N
     """Keep a stored prefix, its ancestors included, on the disk and in the shared tier for a time.
 
     Until then neither a lack of room nor an expiry removes it, only 'tierkv evict --force'. Another pin of the same
-    owner takes the place of his first. Pins have a quota: disk.pinned_bytes, shared.pinned_bytes.
+    owner takes the place of his first. Pins have a quota: quota.pinned_bytes.
     """
     name = owner if owner is not None else _user()
     if not _OWNER.fullmatch(name):
@@ -60,7 +60,7 @@ def _check_quota(result: dict[str, Any]) -> None:
     ]
     if not short:
         return
-    why = "the pins' quota (pinned_bytes) is reached, or a chunk before the rest is missing"
+    why = "the pins' quota (quota.pinned_bytes) is reached, or a chunk before the rest is missing"
     if not any(result["tiers"].values()):
         raise RefusedError(f"no chunk could be pinned: {why}; 'tierkv stat' shows what pins hold")
     raise IncompleteError(f"not all chunks could be pinned ({', '.join(short)}): {why}")

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierkv.config import DEFAULT_DISK_BYTES, check_shared_url, parse_bytes, parse_directory
 from tierkv.errors import ConfigError, RefusedError
-from tierkv.server_config import ServerConfig
-from tierkv.toml_config import load, merge, parse_toml
+
+if TYPE_CHECKING:
+    from tierkv.server_config import ServerConfig
 
 
-@click.command("serve")
+_EXAMPLES = """\b
+Examples:
+  tierkv serve --disk-dir /var/cache/tierkv --disk-bytes 200GiB
+  TIERKV_SHARED_URL=redis://cache:6379/0 tierkv serve --config /etc/tierkv.toml"""
+
+
+@click.command("serve", epilog=_EXAMPLES)
 @click.option("--config", "file", metavar="FILE", help="TOML file; the options below go before what it says.")
 @click.option("--disk-dir", metavar="DIR", help="Directory of the disk tier [default: tierkv in your cache folder].")
 @click.option("--disk-bytes", metavar="SIZE", help="Budget of the disk tier, such as 100GiB [default: 20GiB].")
@@ -47,6 +54,7 @@ def command(
 
     Engines join it with "server": "unix:///PATH" in kv_connector_extra_config, or by using the same disk_dir.
     """
+    from tierkv.toml_config import load, merge
     from tierkv_server.reload import Reloader
     from tierkv_server.server import DirectoryInUseError, Server
     from tierkv_server.signals import run_until_signal
@@ -64,6 +72,7 @@ def command(
     def read() -> ServerConfig:
         return load(path, options)
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server listens to it
     config = read()
     _log_to_stderr(config.log_level)
     try:
@@ -82,6 +91,8 @@ def _named(
     Raises:
         ConfigError: a value is not possible; the sentence names the option.
     """
+    from tierkv.config import DEFAULT_DISK_BYTES, check_shared_url, parse_bytes, parse_directory
+
     if socket and socket.startswith("unix://") and not socket.startswith("unix:///"):
         raise ConfigError(f"socket={socket!r} is no path; write unix:///path/to/tierkv.sock, or the path alone")
     socket = socket.removeprefix("unix://") if socket else socket
@@ -106,6 +117,8 @@ def _setting(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: it has another form.
     """
+    from tierkv.toml_config import parse_toml
+
     name, equals, value = text.partition("=")
     if not equals or not name.replace(".", "").replace("_", "").isalnum():
         raise ConfigError(f"--set {name!r} is not NAME=VALUE; write it as in --set disk.bytes=100GiB")

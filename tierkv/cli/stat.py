@@ -9,8 +9,13 @@ import click
 
 from tierkv.cli.options import connect, json_option, print_json, server_option
 
+_EXAMPLES = """\b
+Examples:
+  tierkv stat
+  tierkv stat --json | jq '.tiers[] | {name, state, nbytes}'"""
 
-@click.command("stat")
+
+@click.command("stat", epilog=_EXAMPLES)
 @json_option
 @server_option
 def command(as_json: bool, server: str | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import log, log2
 
-from tierkv.policy.returns import NUM_OCTAVES, Returns, digits, worths
+from tierkv.policy.returns import NUM_OCTAVES, Returns, digits, profits, worths
 
 Name = tuple[Hashable, ...]
 
@@ -23,6 +23,8 @@ _FACTOR_STRENGTH = 10.0
 #: The chance of a return in an octave where nothing has been seen yet, by the kind's first word.
 _PRIORS = {"again": 0.1, "fresh": 0.1, "unasked": 0.1, "shared": 0.3, "retain": 0.3, "over": 0.01}
 _BODY = ("again", "fresh")
+#: By how much more likely a return is at first after so many turns: who came back before comes back again.
+_TURN_FACTORS = (0.5, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0)
 
 
 def body_name(word: str, turn: int, pause: float, growth: int, num_chunks: int) -> Name:
@@ -30,15 +32,15 @@ def body_name(word: str, turn: int, pause: float, growth: int, num_chunks: int) 
 
     Args:
         word: ``"fresh"`` for chunks asked for the first time, ``"again"`` for others.
-        turn: which turn of the conversation it is, from 1.
+        turn: which turn of the conversation it is, from 1; 0: it departs from the middle of another conversation.
         pause: seconds since the turn before.
         growth: chunks that this turn added.
         num_chunks: chunks of the whole prompt.
     """
-    if turn == 1:
-        return (word, 1, -1, -digits(num_chunks, 8))
+    if turn <= 1:
+        return (word, turn, -1, -digits(num_chunks, 8))
     level = turn if turn <= 4 else 5 if turn <= 7 else 6 if turn <= 12 else 7
-    return (word, level, min(growth // 2, 2), digits(pause / 16, 6))
+    return (word, level, digits(growth, 7), digits(pause / 16, 6))
 
 
 class Kind:
@@ -48,10 +50,11 @@ class Kind:
         number: from 0, in the order in which kinds came up.
         returns: what was seen of it; kinds that differ only by a factor share it.
         worths: expected hits per second of holding a chunk, by octave.
-        yield_: the chance that a chunk written now is asked for while it is worth keeping.
+        chances: expected hits of holding a chunk for ever, by octave.
+        profits: expected hits of holding a chunk for as long as that is wise, less the price of its room.
     """
 
-    __slots__ = ("domain", "factor", "name", "number", "returns", "worths", "yield_")
+    __slots__ = ("chances", "domain", "factor", "name", "number", "profits", "q", "returns", "worths")
 
     def __init__(self, number: int, domain: Hashable, name: Name, factor: float, returns: Returns) -> None:
         self.number = number
@@ -59,8 +62,9 @@ class Kind:
         self.name = name
         self.factor = factor
         self.returns = returns
+        self.q = [0.0] * NUM_OCTAVES
         self.worths = [0.0] * NUM_OCTAVES
-        self.yield_ = 1.0
+        self.chances = self.profits = self.worths
 
 
 class Experience:
@@ -72,10 +76,11 @@ class Experience:
         self._tables: dict[tuple[Hashable, Name], Returns] = {}
         self._domains: dict[Hashable, None] = {None: None}
         self._coarse: dict[Name, Returns] = {}
-        self._factors: dict[tuple[int, Hashable], float] = {}
+        self._factors: dict[tuple[int, Hashable], float] = {(1, turn): f for turn, f in enumerate(_TURN_FACTORS)}
         self._shapes: dict[tuple[Hashable, Hashable], list[float]] = {}
         self._priced: dict[tuple[Hashable, Hashable, int], tuple[list[float], list[float]]] = {}
-        self._bar = 0.0
+        self._price = 0.0  # of a chunk's room for a second, in hits
+        self._gains: dict[tuple[int, float], tuple[list[float], list[float]]] = {}
 
     def kind(self, domain: Hashable, name: Name, factor: float = 1.0) -> Kind:
         """Return the kind, made if it is new. Domains beyond the 64th are one."""
@@ -89,16 +94,12 @@ class Experience:
             returns = self._tables.setdefault((domain, name), Returns())
             kind = self._by_name[(domain, name, factor)] = Kind(len(self.kinds), domain, name, factor, returns)
             self.kinds.append(kind)
-            self._price(kind)
+            self._conclude(kind)
+            self._gain(kind)
         return kind
 
-    def learn(self, bar: float) -> None:
-        """Draw the conclusions from what was counted, in time proportional to the number of kinds.
-
-        Args:
-            bar: the worth below which a chunk is not held for long.
-        """
-        self._bar = bar
+    def learn(self) -> None:
+        """Draw the conclusions from what was counted, in time proportional to the number of kinds."""
         self._coarse, self._shapes, self._priced = {}, {}, {}
         for (domain, name), table in self._tables.items():
             table.fade()
@@ -106,7 +107,21 @@ class Experience:
                 self._coarse.setdefault(coarse, Returns()).add(table)
         self._rake()
         for kind in self.kinds:
-            self._price(kind)
+            self._conclude(kind)
+
+    def set_price(self, price: float) -> None:
+        """Say what room costs, in hits per chunk and second: what it brings otherwise. 0 where there is plenty."""
+        self._price = price
+        self._gains = {}
+        for kind in self.kinds:
+            self._gain(kind)
+
+    def _gain(self, kind: Kind) -> None:
+        gains = self._gains.get((id(kind.q), kind.factor))
+        if gains is None:
+            gains = profits(kind.q, kind.factor, 0.0), profits(kind.q, kind.factor, self._price)
+            self._gains[id(kind.q), kind.factor] = gains
+        kind.chances, kind.profits = gains
 
     def _rake(self) -> None:
         rows: list[tuple[Name, float, float]] = []  # features, returns seen, returns expected with the factors so far
@@ -141,7 +156,7 @@ class Experience:
             self._shapes[domain, word] = shape
         return shape
 
-    def _price(self, kind: Kind) -> None:
+    def _conclude(self, kind: Kind) -> None:
         """Set what the kind's chunks are worth."""
         name = kind.name
         if name[0] in _BODY:
@@ -159,8 +174,5 @@ class Experience:
                     q = table.chances(q, _TABLE_STRENGTH)
             q = kind.returns.chances(q, _TABLE_STRENGTH)
             values = worths(q)
+        kind.q = q
         kind.worths = values if kind.factor == 1.0 else [worth * kind.factor for worth in values]
-        alive = 1.0
-        for chance, worth in zip(q, kind.worths, strict=True):
-            alive *= 1 - chance if worth > self._bar else 1.0
-        kind.yield_ = 1 - alive

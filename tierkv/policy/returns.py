@@ -87,3 +87,17 @@ def worths(q: Sequence[float]) -> list[float]:
         result[b] = best
         hull.append(b)
     return result
+
+
+def profits(q: Sequence[float], factor: float, price: float) -> list[float]:
+    """Return the expected hits, each counted ``factor`` times, less the price of the room, at the start of each octave.
+
+    Args:
+        price: of a second, in hits; a chunk is let go of as soon as that is better than to hold it.
+    """
+    result, value = [0.0] * NUM_OCTAVES, 0.0
+    for b in range(LAST_OCTAVE, -1, -1):
+        chance = q[b]
+        value = max(0.0, chance * factor - price * _WIDTHS[b] * (1 - chance / 2) + (1 - chance) * value)
+        result[b] = value
+    return result

@@ -207,9 +207,7 @@ class DiskTier:
             self._counters.count_fetched(results)
         return results
 
-    def _fetch_from(
-        self, env: Environment, refs: Sequence[Ref], sink: Sink, quiet: bool, keep: bool
-    ) -> list[Fetched]:
+    def _fetch_from(self, env: Environment, refs: Sequence[Ref], sink: Sink, quiet: bool, keep: bool) -> list[Fetched]:
         try:
             entries = self._catalog.find(env, refs)
             ahead = max(1, _AHEAD_NBYTES // env.cost)

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from tierkv.keys import ANCHOR_SPAN
 from tierkv.payload import Header
 from tierkv.resp import Value
 from tierkv.tiers.base import Ref, Usage
@@ -151,12 +152,18 @@ class SharedUsage:
             return admitted  # Redis is out: storing fails by itself
         usage, counted_at = _parse_usage(replies[-1])
         keep = {header.parent for header in headers}
+        over = self._is_over(ns_id, usage, dict.fromkeys(tenant for tenant, _ in sizes))
+        orphans = self._orphans(ns_id, headers) if over else set()
+        for i in orphans:
+            admitted[i] = False
+            tenant, n = sizes[i]
+            usage[tenant] = usage.get(tenant, Usage()) + Usage(-1, -n)
         for tenant in dict.fromkeys(tenant for tenant, _ in sizes):
-            mine = [i for i, (t, _) in enumerate(sizes) if t == tenant]
+            mine = [i for i, (t, _) in enumerate(sizes) if t == tenant and admitted[i]]
             used = usage.get(tenant, Usage()).nbytes
             self._fit(ns_id, tenant, self._lifetime.limits.of_tenant(tenant), used, mine, sizes, admitted, keep)
         total = sum(u.nbytes for u in usage.values()) - sum(
-            n for (_, n), ok in zip(sizes, admitted, strict=True) if not ok
+            n for i, (_, n) in enumerate(sizes) if not admitted[i] and i not in orphans
         )
         mine = [i for i, ok in enumerate(admitted) if ok]
         self._fit(ns_id, None, self._lifetime.limits.of_namespace(ns_id), total, mine, sizes, admitted, keep)
@@ -167,6 +174,34 @@ class SharedUsage:
         if lost or (refused and self._clock() - counted_at > FULL_RECOUNT_S):
             self.recount_soon(ns_id)
         return admitted
+
+    def _is_over(self, ns_id: bytes, usage: dict[bytes, Usage], tenants: Iterable[bytes]) -> bool:
+        """Return whether a quota that these tenants' stores count in is exceeded."""
+        limits = self._lifetime.limits
+        whole = limits.of_namespace(ns_id)
+        if whole is not None and sum(u.nbytes for u in usage.values()) > whole:
+            return True
+        quotas = [(limits.of_tenant(tenant), usage.get(tenant, Usage()).nbytes) for tenant in tenants]
+        return any(quota is not None and nbytes > quota for quota, nbytes in quotas)
+
+    def _orphans(self, ns_id: bytes, headers: Sequence[Header]) -> set[int]:
+        """Return which of the records have no stored parent, nor one among them: room for those helps nobody.
+
+        A parent with another anchor is taken to be there: its name is not known.
+        """
+        mine = {header.key for header in headers}
+        asked = [
+            i for i, h in enumerate(headers) if h.position % ANCHOR_SPAN and h.parent not in mine and h.position > 0
+        ]
+        names = [self._names.record(ns_id, Ref(headers[i].parent, headers[i].anchor)) for i in asked]
+        replies = self._link.ask([("EXISTS", name) for name in names], OnError.IGNORE) or []
+        found = {i for i, reply in zip(asked, replies, strict=False) if reply == 0}
+        lost = {headers[i].key for i in found}
+        for i in sorted(range(len(headers)), key=lambda i: headers[i].position):
+            if headers[i].parent in lost:
+                found.add(i)
+                lost.add(headers[i].key)
+        return found
 
     def _fit(
         self,
@@ -216,15 +251,22 @@ class SharedUsage:
 
 
 def _leaves_first(rows: dict[bytes, LiveRow], now: float, keep: set[bytes]) -> list[LiveRow]:
-    """Return rows, least recently used first and never one before its descendants; what ``keep`` leads to last."""
+    """Return rows, least recently used first and never one before its descendants; none that ``keep`` leads to.
+
+    ``keep`` are the parents of what is being stored: without its ancestors that would be worth nothing.
+    """
     last = {key: live.row.created if live.idle_s is None else now - live.idle_s for key, live in rows.items()}
-    last |= {key: now + 1 for key in keep if key in last}
+    held: set[bytes] = set()
+    for key in keep:
+        while key in rows and key not in held:
+            held.add(key)
+            key = rows[key].row.parent
     by_depth = sorted(rows.values(), key=lambda live: -live.row.position)
     for live in by_depth:
         parent = live.row.parent
         if parent in last:
             last[parent] = max(last[parent], last[live.key])
-    return sorted(by_depth, key=lambda live: last[live.key])  # stable: the deeper first
+    return sorted((live for live in by_depth if live.key not in held), key=lambda live: last[live.key])  # stable
 
 
 def _parse_usage(reply: Value) -> tuple[dict[bytes, Usage], float]:

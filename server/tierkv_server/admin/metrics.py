@@ -33,6 +33,7 @@ SERVER_COUNTERS = (
     Column("num_stale", "stores_stale", "Stores given up because the engine had reused the slot, in chunks"),
     Column("num_unstaged", "stores_unstaged", "Stores dropped because staging memory was full, in chunks"),
     Column("num_declined", "stores_declined", "Stores that no tier's spill policy wanted, in chunks"),
+    Column("num_brought", "prefetched", "Chunks brought from the shared tier to the disk for a session"),
     Column("num_joined", "fetches_joined", "Chunks of a fetch that joined another's fetch of the same chunk"),
 )
 TIER_GAUGES = (
@@ -62,6 +63,7 @@ ENGINE_COUNTERS = (
     Column("spill_nbytes", "engine_spill_bytes", "Bytes copied from the GPU"),
     Column("not_spilled", "engine_not_spilled", "Chunks computed and not copied: every slot was in use"),
     Column("not_sent", "engine_not_sent", "Chunks not sent to the server: none, or too much waited"),
+    Column("not_saved", "engine_not_saved", "Chunks that left host pools before they were sent on (on-evict)"),
     Column("plans", "engine_plans", "Prefetches started, in plans"),
     Column("filtered", "engine_filtered", "Requests whose miss was known without a question, in requests"),
     Column("fetched_bad", "engine_fetched_bad", "Chunks that arrived damaged over a connection, and were misses"),

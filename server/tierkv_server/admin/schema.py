@@ -226,6 +226,7 @@ class ServerRow(msgspec.Struct, frozen=True):
     num_unstaged: int
     num_declined: int
     num_joined: int
+    num_brought: int
 
 
 class Stat(msgspec.Struct, frozen=True):
