@@ -202,7 +202,7 @@ class FakeEngine:
         keys = self.keys(tokens, salt)
         self._fetch(keys, self.index.run_end(keys, 0, len(keys)), salt)
         end = self.index.run_end(keys, 0, len(keys))
-        entries = [entry for key in keys[:end] if (entry := self.index.get(key)) is not None]
+        entries = [entry for key in keys[:end] if (entry := self.index.peek(key)) is not None]
         self.last_sources = [self.index.used(entry) for entry in entries]
         self.index.touch(keys[:end])
         self.counters.update(f"{source}_hits" for source in self.last_sources)
@@ -210,8 +210,8 @@ class FakeEngine:
         return [self.payload(keys[i]) for i in range(end)]
 
     def payload(self, key: bytes) -> bytes:
-        """Return the bytes in the slot of a chunk."""
-        entry = self.index.get(key)
+        """Return the bytes in the slot of a chunk, also of one that an operator has just dropped."""
+        entry = self.index.peek(key)
         assert entry is not None, "this chunk is not in the pool"
         return b"".join(bytes(part) for part in self.pool.parts(entry.slot))
 

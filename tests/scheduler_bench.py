@@ -554,7 +554,9 @@ class Bench:
         request.tokens.append(1000 + request.num_tokens)
         keys = self.keys[request.request_id]
         if request.num_tokens % CHUNK_TOKENS == 0:
-            keys += chain_keys(keys[-1] if keys else request.root, request.tokens[len(keys) * CHUNK_TOKENS :], CHUNK_TOKENS)
+            keys += chain_keys(
+                keys[-1] if keys else request.root, request.tokens[len(keys) * CHUNK_TOKENS :], CHUNK_TOKENS
+            )
             self._note_contents(request, keys)
             if request.epoch:
                 self.private.update(keys)

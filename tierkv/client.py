@@ -31,7 +31,15 @@ from pathlib import Path
 import msgspec
 
 from tierkv.admin_client import AdminClient as AdminClient
-from tierkv.errors import BusyError, ConfigError, NotAdmittedError, ProtocolError, RefusedError, TierKVError, UnavailableError
+from tierkv.errors import (
+    BusyError,
+    ConfigError,
+    NotAdmittedError,
+    ProtocolError,
+    RefusedError,
+    TierKVError,
+    UnavailableError,
+)
 from tierkv.filter import KeyFilter
 from tierkv.health import Health
 from tierkv.hostindex import Fetch

@@ -1,8 +1,8 @@
 """A filter of stored keys: what it does not know is not stored, so that a miss costs no question. Pure.
 
-A Bloom filter over the first 8 bytes of keys (they are digests: their bytes are as good as any hash). With 16 bits a key
-and 4 probes one key in 400 that is not stored looks stored, and costs a question in vain. Keys are only ever added; what
-was evicted goes when the filter is built anew.
+A Bloom filter over the first 8 bytes of keys (they are digests: their bytes are as good as any hash). With 16 bits a
+key and 4 probes one key in 400 that is not stored looks stored, and costs a question in vain. Keys are only ever added;
+what was evicted goes when the filter is built anew.
 """
 
 from __future__ import annotations

@@ -84,12 +84,13 @@ class Experience:
 
     def kind(self, domain: Hashable, name: Name, factor: float = 1.0) -> Kind:
         """Return the kind, made if it is new. Domains beyond the 64th are one."""
-        if domain not in self._domains:
-            if len(self._domains) > _MAX_DOMAINS:
-                domain = None
-            else:
-                self._domains[domain] = None
         kind = self._by_name.get((domain, name, factor))
+        if kind is None and domain not in self._domains:
+            if len(self._domains) <= _MAX_DOMAINS:
+                self._domains[domain] = None
+            else:
+                domain = None
+                kind = self._by_name.get((domain, name, factor))
         if kind is None:
             returns = self._tables.setdefault((domain, name), Returns())
             kind = self._by_name[(domain, name, factor)] = Kind(len(self.kinds), domain, name, factor, returns)

@@ -15,7 +15,9 @@ by worth: finding a victim costs the logarithm of the number of cells, which is 
 otherwise (the worth of what goes at present, which is all that tells scarce memory from plenty), must be at least
 ``WRITE_COST`` hits.
 
-Memory, measured at 23 chunks a segment: MEMORY
+Memory, measured at 23 chunks a segment: a chunk, stored or a ghost, 63 to 77 bytes beside its key, which the caller's
+index holds anyway for what is stored (65 bytes for a ghost's key of 32). A segment's own share is about 500 bytes, so
+lone chunks cost 600. Ghosts are at most as many as stored chunks, or 65,536.
 """
 
 from __future__ import annotations
@@ -148,10 +150,11 @@ class Learned(Generic[K]):
         kind = cohort.kind
         if room:
             return kind.name[0] != "over"
-        if above or kind.profits[cohort.octave] < WRITE_COST:
+        octave = cohort.octave
+        if above or kind.profits[octave] < WRITE_COST:
             return False
-        lowest = self._cells.lowest()
-        return lowest is None or kind.worths[cohort.octave] > lowest.cohort.worth
+        cells = self._cells
+        return (cells.found or cells.lowest()) is None or kind.worths[octave] > cells.bar
 
     def add(self, key: K, parent: K) -> None:
         segment = self._filling
@@ -194,7 +197,7 @@ class Learned(Generic[K]):
                 segment = self._split(segment, num)
         else:
             self._num_evicted += 1
-            self._worth_evicted += segment.cohort.worth
+            self._worth_evicted += self._cells.bar
         keys = segment.keys
         if num == len(keys):
             self._ghosts[segment] = None
@@ -214,7 +217,8 @@ class Learned(Generic[K]):
     def victim(self, may_evict: Callable[[K], bool]) -> K | None:
         refused: list[Segment[K]] = []
         found: K | None = None
-        while (segment := self._cells.lowest()) is not None:
+        cells = self._cells
+        while (segment := cells.found or cells.lowest()) is not None:
             key = segment.keys[segment.num_stored - 1]
             if may_evict(key):
                 found, self._going = key, segment
@@ -242,7 +246,7 @@ class Learned(Generic[K]):
         num = segment.num_stored
         if num == len(segment.keys):
             return True
-        return num > 0 and segment.keys[num] != key and segment.offset(key) < num
+        return bool(num) and bool(segment.keys[num] != key) and segment.offset(key) < num
 
     def __iter__(self) -> Iterator[K]:
         return (key for key in self._known if key in self)

@@ -148,6 +148,7 @@ class Cells(Generic[K]):
     Attributes:
         num_children: of a key: the stored segments whose first key is its child.
         found: what :meth:`lowest` returned, as long as that has not changed.
+        bar: what that one was worth.
     """
 
     def __init__(self) -> None:
@@ -155,7 +156,7 @@ class Cells(Generic[K]):
         self._cells: dict[int, Cell[K]] = {}
         self._heap: list[tuple[float, int, Cell[K]]] = []  # the least worthy first
         self.found: Segment[K] | None = None
-        self._bar = 0.0  # what that one's cell is worth
+        self.bar = 0.0
 
     def enlist(self, segment: Segment[K], first: bool = False) -> None:
         """Let a segment wait among those of its cohort: as the last of them, or the first."""
@@ -179,7 +180,7 @@ class Cells(Generic[K]):
         if not cell.is_queued:
             cell.is_queued = True
             heapq.heappush(self._heap, (cell.worth, number, cell))
-        if cell.worth <= self._bar:
+        if cell.worth <= self.bar:
             self.found = None
 
     def delist(self, segment: Segment[K]) -> None:
@@ -219,7 +220,7 @@ class Cells(Generic[K]):
             while cell.cohorts:
                 segment = next(iter(next(iter(cell.cohorts)).listed))
                 if segment.keys[segment.num_stored - 1] not in num_children:
-                    self.found, self._bar = segment, cell.worth
+                    self.found, self.bar = segment, cell.worth
                     return segment
                 self.delist(segment)  # until its last stored chunk has no child any more
             heapq.heappop(heap)

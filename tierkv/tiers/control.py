@@ -373,8 +373,8 @@ class ControlFeed:
             place = _rewound(known or Place(), reading.end)
             if known is not None:
                 logger.warning(
-                    "The fleet's control stream was lost (%s); this node had followed it and keeps its chunks. Evictions by "
-                    "order of the last %g minutes are carried out again, by the nodes that they were ordered at.",
+                    "The fleet's control stream was lost (%s); this node had followed it and keeps its chunks. "
+                    "Evictions of the last %g minutes are carried out again, by the nodes at which they were ordered.",
                     reading.reason,
                     REWIND_MS / 60_000,
                 )
