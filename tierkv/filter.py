@@ -51,6 +51,11 @@ class KeyFilter:
         """How many keys it takes before it lets noticeably more pass."""
         return 8 * len(self.bits) // BITS_PER_KEY
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether one that is built anew may have more bits."""
+        return 8 * len(self.bits) < MAX_BITS
+
     def add(self, keys: Iterable[bytes]) -> None:
         """Add keys (or their first 8 bytes)."""
         self.add_packed(b"".join(key[:FINGERPRINT_NBYTES] for key in keys))

@@ -207,6 +207,10 @@ class SessionBook:
         """
         lost = self.expire(now)
         known = self._sessions.get(session)
+        if known is not None and known.tenant != tenant:  # a digest names its tenant: somebody else made this one up
+            self._forget(known)
+            lost.append(known)
+            known = None
         if known is None:
             known = self._sessions[session] = Session(session, tenant, ns_id)
             self._tenants.setdefault(tenant, _Tenant()).sessions[session] = None

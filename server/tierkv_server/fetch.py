@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tierkv.errors import UnavailableError
 from tierkv.messages import BAD, FROM_DISK, FROM_SHARED, MISSING
@@ -56,13 +56,14 @@ class Fetcher:
         """Fetch from the shared tier what no other engine is fetching from there, and wait for the others' rest."""
         ns_id = session.ns_id
         names = [(ns_id, ref.key) for ref in refs]
-        mine, others = self.flights.claim(names)
+        mine, others = self.flights.claim(names, since)
         letters = [MISSING] * len(refs)
         try:
-            for i, letter in zip(mine, self._fetch_mine(session, pool, refs, slots, mine, since), strict=True):
+            brought = self._fetch_mine(session, pool, refs, slots, list(mine), since, mine)
+            for i, letter in zip(mine, brought, strict=True):
                 letters[i] = letter
         finally:
-            self.flights.give_up(names[i] for i in mine)
+            self.flights.give_up((names[i], flight) for i, flight in mine.items())
         deadline = time.monotonic() + MAX_WAIT_S
         late: list[int] = []
         for i, flight in others.items():
@@ -72,7 +73,7 @@ class Fetcher:
                 self.flights.num_joined += 1
             else:
                 late.append(i)
-        for i, letter in zip(late, self._fetch_mine(session, pool, refs, slots, late, since), strict=True):
+        for i, letter in zip(late, self._fetch_mine(session, pool, refs, slots, late, since, {}), strict=True):
             letters[i] = letter
         return letters
 
@@ -84,6 +85,7 @@ class Fetcher:
         slots: Sequence[int],
         mine: Sequence[int],
         since: int,
+        flights: Mapping[int, Flight],
     ) -> list[bytes]:
         if not mine or self.moves.shared is None:
             return []
@@ -95,7 +97,8 @@ class Fetcher:
                 self.moves.seen.discard(name)
                 continue
             generation = int(pool.generations[slots[i]])
-            self.flights.land(name, Landed(session, slots[i], generation, fetched.header))
+            if i in flights:
+                self.flights.land(name, flights[i], Landed(session, slots[i], generation, fetched.header))
             self.moves.seen.add(name)
             if self.moves.spill.from_above("disk", self.moves.spill.uses.note(name)):
                 self.moves.promote(session, refs[i], slots[i], generation, fetched.header, since)
@@ -104,7 +107,7 @@ class Fetcher:
     def _join(self, ns_id: bytes, pool: HostPool, ref: Ref, slot: int, flight: Flight) -> bool:
         """Copy a payload that another engine's fetch brought, verified, and return whether that was to be had."""
         landed = flight.landed
-        if landed is None:
+        if landed is None or not self.moves.evictions.allows(ns_id, ref.key, flight.since):
             return False
         try:
             with landed.session.using() as source:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from tierkv.errors import UnavailableError
 from tierkv.filter import FINGERPRINT_NBYTES, KeyFilter
 from tierkv.messages import MORE_KEYS, NO_FILTER, WHOLE_FILTER
 from tierkv_server.session import Session
@@ -25,6 +26,8 @@ logger = logging.getLogger("tierkv")
 REBUILD_S = 300.0
 #: What is stored within this time goes to the engines in one message.
 COALESCE_S = 0.01
+#: Who wants to know that engines have been told waits for their answers this long.
+FLUSH_S = 2.0
 #: A filter for this many keys at least, and for twice the keys there are.
 MIN_CAPACITY = 4096
 
@@ -44,7 +47,8 @@ class FilterPublisher:
 
     Args:
         sessions: returns the engines.
-        stored: yields the keys of a namespace in every tier; raises nothing.
+        stored: yields the keys of a namespace in every tier; raises ``UnavailableError`` where it cannot say them all:
+            engines have no filter then, until it can.
         is_live: whether the news of other nodes arrive (True where there is no shared tier).
     """
 
@@ -148,9 +152,15 @@ class FilterPublisher:
             known = self._filters.setdefault(ns_id, _Filter())
             more, known.more = known.more, b""
         now = time.monotonic()
-        full = known.keys is not None and known.num_keys + len(more) // FINGERPRINT_NBYTES > known.keys.capacity
+        num_keys = known.num_keys + len(more) // FINGERPRINT_NBYTES
+        full = known.keys is not None and known.keys.may_grow and num_keys > known.keys.capacity
         if known.keys is None or full or now - known.built_at > REBUILD_S or not any(self._told.values()):
-            known.keys = self._rebuild(ns_id, known)
+            try:
+                known.keys = self._rebuild(ns_id, known)
+            except UnavailableError:  # half a listing would deny what is stored
+                known.keys = None
+                self._tell([s for s in sessions if self._told[s.id]], [NO_FILTER, b""], has_filter=False)
+                return
             known.keys.add_packed(more)  # other nodes' too, which a listing may not have had
             self._tell(sessions, [WHOLE_FILTER, bytes(known.keys.bits)], has_filter=True)
             return
@@ -170,9 +180,14 @@ class FilterPublisher:
         return fresh
 
     def _tell(self, sessions: Sequence[Session], message: list[object], *, has_filter: bool) -> None:
-        asks = [(s, s.ask("filter", msgspec.msgpack.encode(message))) for s in sessions]
-        deadline = time.monotonic() + 2.0
+        """Send engines a message. Pushes arrive in order or end the session: what was sent need not be waited for."""
+        body = msgspec.msgpack.encode(message)
+        asks = [(s, s.ask("filter", body)) for s in sessions]
+        with self._changed:
+            waited_for = self._wanted > self._flushed
+        deadline = time.monotonic() + (FLUSH_S if waited_for else 0.0)
         for session, ask in asks:
-            answer = ask.result(max(0.0, deadline - time.monotonic())) if ask else None
-            self._told[session.id] = has_filter and answer is not None
+            self._told[session.id] = has_filter and ask is not None
             self.num_sent += 1
+            if ask is not None:
+                ask.result(max(0.0, deadline - time.monotonic()))

@@ -28,6 +28,10 @@ logger = logging.getLogger("tierkv")
 
 #: An engine answers from a thread of its own; one that is stopped must not hold a listing up for long.
 ASK_TIMEOUT_S = 2.0
+#: The same of one that did not answer last time: it is asked all the same, and heard again when it goes on.
+SILENT_TIMEOUT_S = 0.1
+#: How often what engines loaded while it was being evicted is evicted again.
+EVICT_ROUNDS = 3
 #: Ids of pinned chunks that the reply of an eviction names.
 MAX_PINNED_IDS = 100
 
@@ -58,10 +62,11 @@ class Inspector(Lister):
         sessions = [s for s in list(self._service.sessions.values()) if s.subscribed and ns_id in (None, s.ns_id)]
         self._silent.intersection_update(list(self._service.sessions))
         asks = [(s, s.ask(what, body)) for s in sessions]
-        deadline = time.monotonic() + ASK_TIMEOUT_S
+        asked = time.monotonic()
         answers = []
-        for session, ask in asks:
-            answer = ask.result(max(0.0, deadline - time.monotonic())) if ask else None
+        for session, ask in sorted(asks, key=lambda a: a[0].id in self._silent):  # what others say is heard first
+            patience_s = SILENT_TIMEOUT_S if session.id in self._silent else ASK_TIMEOUT_S
+            answer = ask.result(max(0.0, asked + patience_s - time.monotonic())) if ask else None
             if answer is None:
                 if session.id not in self._silent:  # once, however often it is asked
                     logger.warning("engine %s did not answer %r in time", session.hello.engine_id, what)
@@ -116,8 +121,19 @@ class Inspector(Lister):
             "num_removed": sum(total.values()),
             "num_pinned": num_pinned,
             "pinned": pinned[:MAX_PINNED_IDS],
-            "incomplete": [f"engine {name} did not answer" for name in sorted(silent)] + self._tiers_out(tiers),
+            "incomplete": [f"engine {name} did not answer" for name in sorted(silent)]
+            + self._tiers_out(tiers)
+            + self._disk_read_only(tiers),
         }
+
+    def _disk_read_only(self, tiers: Sequence[str]) -> list[str]:
+        """Return a sentence if the disk takes no writes, deletions among them."""
+        stats = [tier.stat() for tier in self._service.tiers() if tier.name in tiers]
+        return [
+            f"the {s.name} tier takes no writes, deletions among them ({s.reason})"
+            for s in stats
+            if s.state == "read-only"
+        ]
 
     def _tiers_out(self, tiers: Sequence[str]) -> list[str]:
         """Return a sentence for each of ``tiers`` that does not answer now."""
@@ -157,11 +173,20 @@ class Inspector(Lister):
         self, ns_id: bytes, nodes: Sequence[Node], tiers: Sequence[str], whole: bool, force: bool
     ) -> tuple[dict[str, int], set[str]]:
         """Remove chunks and return how many each tier had, and the engines that did not answer."""
+        keys, refs = [n.key for n in nodes], _refs(nodes)
         removed: dict[str, int] = {}
         silent: set[str] = set()
         if HOST in tiers:  # first: an engine that has answered sends no more stores of these keys
-            removed[HOST], silent = self.invalidate(ns_id, [n.key for n in nodes])
-        return removed | self._service.evict(ns_id, _refs(nodes), tiers, whole=whole, force=force), silent
+            removed[HOST], silent = self.invalidate(ns_id, keys)
+        removed |= self._service.evict(ns_id, refs, tiers, whole=whole, force=force)
+        for _ in range(EVICT_ROUNDS if HOST in tiers and len(tiers) > 1 else 0):
+            num, mute = self.invalidate(ns_id, keys)  # once more: what was loaded before the tiers had removed it
+            silent |= mute
+            if not num:
+                break
+            for tier, more in self._service.evict(ns_id, refs, tiers, whole=whole, force=force).items():
+                removed[tier] += more
+        return removed, silent
 
     def invalidate(self, ns_id: bytes, keys: Sequence[bytes]) -> tuple[int, set[str]]:
         """Have the engines drop chunks; returns how many they had, and the engines that did not answer."""

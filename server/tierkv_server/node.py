@@ -16,7 +16,7 @@ from tierkv.tiers.base import Ref
 from tierkv.tiers.control import ControlFeed, Event
 from tierkv.tiers.shared import SharedTier
 from tierkv_server.filters import FilterPublisher
-from tierkv_server.inspect import Inspector
+from tierkv_server.inspect import EVICT_ROUNDS, Inspector
 from tierkv_server.service import Service
 
 logger = logging.getLogger("tierkv")
@@ -46,7 +46,7 @@ class Node:
         if isinstance(service.shared, SharedTier):
             self.feed = service.shared.open_feed(node_dir, self)
             service.moves.writing = self._writing
-            service.on_evicted = self._publish
+            service.ordering = self.feed.ordering
             service.on_stored = self._tell
         service.filters = FilterPublisher(lambda: list(service.sessions.values()), self._stored_keys, self._is_live)
 
@@ -72,10 +72,6 @@ class Node:
 
     # -- what this node tells
 
-    def _publish(self, ns_id: bytes, refs: Sequence[Ref] | None) -> None:
-        if self.feed:
-            self.feed.publish(ns_id, refs)
-
     def _tell(self, tier: str, ns_id: bytes, keys: Sequence[bytes]) -> None:
         if self.feed and tier == "shared":
             self.feed.tell(ns_id, keys)
@@ -94,13 +90,19 @@ class Node:
         """Remove what another node's operator evicted."""
         keys = None if event.refs is None else [ref.key for ref in event.refs]
         self._invalidate(event.ns_id, keys)
-        self._service.evicted_elsewhere(event.ns_id, keys)
+        for _ in range(EVICT_ROUNDS):
+            self._service.evicted_elsewhere(event.ns_id, keys)
+            if not self._invalidate(event.ns_id, keys):  # once more: what was loaded before it was removed
+                break
 
     def on_gap(self, reason: str) -> None:
         """Forget everything that an eviction which was missed may have been about."""
-        num = self._service.drop_disk()
-        for ns_id in {session.ns_id for session in list(self._service.sessions.values())}:
-            self._invalidate(ns_id, None)
+        num = 0
+        self._invalidate_all()  # first: an engine that has answered sends no more stores of what it had
+        for _ in range(EVICT_ROUNDS):
+            num += self._service.drop_disk()
+            if not self._invalidate_all():  # once more: what was loaded before it was removed
+                break
         if num:
             logger.warning("evictions of other nodes were missed (%s): %d chunks left the disk tier", reason, num)
         else:
@@ -116,10 +118,14 @@ class Node:
         if self._service.filters:
             self._service.filters.rebuild()
 
-    def _invalidate(self, ns_id: bytes, keys: Sequence[bytes] | None) -> None:
-        """Have this node's engines drop chunks (None: all that they have)."""
+    def _invalidate_all(self) -> int:
+        return sum(self._invalidate(s, None) for s in {s.ns_id for s in list(self._service.sessions.values())})
+
+    def _invalidate(self, ns_id: bytes, keys: Sequence[bytes] | None) -> int:
+        """Have this node's engines drop chunks (None: all that they have); returns how many they had."""
         if keys is None:
             keys = self._inspector.host_keys(ns_id)
         if keys:
             with contextlib.suppress(ValueError):  # an engine of another version answers with nothing
-                self._inspector.invalidate(ns_id, keys)
+                return self._inspector.invalidate(ns_id, keys)[0]
+        return 0

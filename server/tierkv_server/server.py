@@ -83,6 +83,7 @@ class Server:
                 config.disk_limits(),
                 sync_interval_s=config.disk.sync_s,
                 on_evict=lambda record: self.service.disk_evicts(record),  # made below
+                wants_evicted=lambda ns_id, key: self.service.wants_evicted(ns_id, key),
             )
             undo.callback(disk.close)
             shared = SharedTier(config.shared, config.shared_limits()) if config.shared else None

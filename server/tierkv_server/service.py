@@ -9,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
 
 from tierkv.config import Spill
+from tierkv.errors import UnavailableError
 from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
-from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, StoreItem
+from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, HostEntry, StoreItem
 from tierkv.tiers.base import Record, Ref, Tier
 from tierkv_server.events import FETCHED, KEPT, Events
 from tierkv_server.fetch import Fetcher
@@ -23,6 +28,11 @@ from tierkv_server.moves import Moves
 from tierkv_server.session import Session
 from tierkv_server.sessions_table import SessionTable
 from tierkv_server.store import Storer
+
+#: Engines that have left and may come back, with what they hold.
+MAX_LEFT = 1024
+#: An engine that is back has this long to say what it has, and to drop what was evicted.
+CATCH_UP_S = 30.0
 
 
 class Service:
@@ -34,8 +44,8 @@ class Service:
         spill: when chunks go to each tier; by default at once, to both.
 
     Attributes:
-        on_evicted: called with a namespace id and the chunks that were evicted from every tier by order here (None:
-            all of it), so that other nodes hear of it.
+        ordering: returns, for a namespace id and the chunks that are evicted from every tier by order here (None: all
+            of it), a context in which that is done; after it, other nodes hear of it.
         on_stored: called with a tier's name, a namespace id and the keys that are stored there now.
         filters: tells the engines what is stored; set by whoever runs the service.
         events: what happened lately.
@@ -50,11 +60,12 @@ class Service:
         self.fetcher = Fetcher(self.moves)
         self.storer = Storer(self.moves)
         self.moves.on_stored = self._stored
-        self.on_evicted: Callable[[bytes, Sequence[Ref] | None], None] = lambda ns_id, refs: None
+        self.ordering: Callable[[bytes, Sequence[Ref] | None], AbstractContextManager[None]] = _alone
         self.on_stored: Callable[[str, bytes, Sequence[bytes]], None] = lambda tier, ns_id, keys: None
         self.filters: FilterPublisher | None = None
         self.session_table: SessionTable | None = None
         self.events = Events()
+        self._left: OrderedDict[tuple[str, int, bytes], int] = OrderedDict()  # engines -> evictions they have heard of
         self._lock = threading.Lock()
 
     # -- engines
@@ -63,18 +74,38 @@ class Service:
         """Take an engine in and make its namespace known to the tiers."""
         with self._lock:
             self.sessions[session.id] = session
+            session.opened_at = self.moves.evictions.number
+            session.since = self._left.pop(_engine(session), None)
         self.add_namespace(session.hello.namespace)
 
     def close_session(self, session: Session) -> None:
         """Let an engine go: waits until nobody uses its pool."""
         with self._lock:
-            self.sessions.pop(session.id, None)
+            if self.sessions.pop(session.id, None) is not None:
+                # From here on it hears of no eviction, and did perhaps not of the last ones.
+                self._left[_engine(session)] = session.opened_at if session.since is None else session.since
+                while len(self._left) > MAX_LEFT:
+                    self._left.popitem(last=False)
         session.end()
 
     def subscribed(self, session: Session) -> None:
         """Note that an engine takes pushes from now on."""
         if self.filters:
             self.filters.joined()
+        if session.since is not None:  # not on this thread, which may be the one that reads its answers
+            threading.Thread(target=self._catch_up, args=(session,), name="tierkv-catch-up", daemon=True).start()
+
+    def _catch_up(self, session: Session) -> None:
+        """Have an engine that was away drop what was evicted meanwhile. Until then it stores none of that."""
+        since, ask = session.since, session.ask("list", b"")
+        answer = ask.result(CATCH_UP_S) if ask else None
+        if since is None or answer is None:
+            return
+        keys = [entry.key for entry in msgspec.msgpack.decode(answer, type=list[HostEntry])]
+        doomed = [key for key in keys if not self.moves.evictions.allows(session.ns_id, key, since)]
+        ask = session.ask("invalidate", b"".join(doomed))
+        if ask and ask.result(CATCH_UP_S) is not None:  # behind all stores that it had queued
+            session.since = None
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Make a namespace known to every tier."""
@@ -115,7 +146,11 @@ class Service:
     def disk_evicts(self, record: Record) -> None:
         """See :meth:`tierkv_server.store.Storer.disk_evicts`."""
         self.storer.disk_evicts(record)
-        self.events.note("expel", record.header.ns_id, record.header.key, {"disk": 1})
+
+    def wants_evicted(self, ns_id: bytes, key: bytes) -> bool:
+        """Take note of what the disk evicts for room, and return whether :meth:`disk_evicts` is to have the record."""
+        self.events.note("expel", ns_id, key, {"disk": 1})
+        return self.storer.wants_evicted(ns_id, key)
 
     def _note(self, session: Session, kind: str, last: bytes, letters: bytes, started: float) -> None:
         names = FETCHED if kind == "fetch" else KEPT
@@ -149,6 +184,16 @@ class Service:
             force: remove pinned chunks too.
         """
         tiers = set(tiers)
+        everywhere = self.shared is not None and {"disk", "shared"} <= tiers
+        named = self._named(ns_id, refs, whole, force) if everywhere else []
+        with self.ordering(ns_id, named):
+            removed = self._evict_here(ns_id, refs, tiers, whole, force)
+        self._remember_namespaces(ns_id if whole else None)
+        return removed
+
+    def _evict_here(
+        self, ns_id: bytes, refs: Sequence[Ref], tiers: set[str], whole: bool, force: bool
+    ) -> dict[str, int]:
         self._note_evicted(ns_id, None if whole else [ref.key for ref in refs])
         removed: dict[str, int] = {}
         for tier, writer in ((w.tier, w) for w in self.moves.writers()):
@@ -160,47 +205,61 @@ class Service:
                 else:
                     removed[tier.name] = tier.evict(ns_id, refs[::-1], force=force)
         self.events.note("evict", ns_id, refs[-1].key if refs and not whole else b"", removed)
-        if self.shared and {"disk", "shared"} <= tiers:
-            self._publish(ns_id, refs, whole, force)
-        self._remember_namespaces(ns_id if whole else None)
         return removed
 
-    def _publish(self, ns_id: bytes, refs: Sequence[Ref], whole: bool, force: bool) -> None:
-        """Let other nodes hear of what was removed; what a pin kept is not removed there either."""
+    def _named(self, ns_id: bytes, refs: Sequence[Ref], whole: bool, force: bool) -> Sequence[Ref] | None:
+        """Return what other nodes hear of (None: all): what a pin keeps is not removed there either."""
         if whole or force:
-            self.on_evicted(ns_id, None if whole else refs)
-            return
+            return None if whole else refs
         kept = {e.key for tier in self.tiers() for e in tier.entries(ns_id) if e.pins} if self._has_pins() else set()
-        if gone := [ref for ref in refs if ref.key not in kept]:
-            self.on_evicted(ns_id, gone)
+        return [ref for ref in refs if ref.key not in kept]
 
     def _has_pins(self) -> bool:
         return any(tier.stat().pinned_nbytes for tier in self.tiers())
 
     def evicted_elsewhere(self, ns_id: bytes, keys: Sequence[bytes] | None) -> None:
-        """Remove from this node what another node's operator evicted; None: the whole namespace."""
+        """Remove from this node what another node's operator evicted; None: the whole namespace.
+
+        Raises:
+            UnavailableError: the disk takes no deletions now.
+        """
         self._note_evicted(ns_id, keys)
-        with contextlib.ExitStack() as still:
-            for writer in self.moves.writers():
-                still.enter_context(writer.evict(ns_id, None if keys is None else set(keys)))
+        doomed = None if keys is None else set(keys)
+        with self.moves.disk_writer.evict(ns_id, doomed):
             if keys is None:
                 num = self.disk.drop_namespace(ns_id)
             else:
-                num = self.disk.evict(ns_id, [Ref(key, key) for key in keys], force=True)
+                refs = [Ref(key, key) for key in keys]
+                num = self.disk.evict(ns_id, refs, force=True)
+                if num < len(refs) and any(self.disk.match(ns_id, refs)):
+                    raise UnavailableError("the disk tier does not delete what was evicted")
+        self._drop_queued_above(ns_id, doomed)
         if num:
             self.events.note("lost", ns_id, keys[-1] if keys else b"", {"disk": num})
         self._remember_namespaces(ns_id if keys is None else None)
 
+    def _drop_queued_above(self, ns_id: bytes | None, keys: set[bytes] | None) -> None:
+        """Drop what waits for the shared tier, and wait for the batch that is being written there.
+
+        After the disk's part: what that evicted for room until then is queued here, with its bytes. And not within it,
+        so that no store on disk waits for Redis.
+        """
+        if self.moves.shared_writer is not None:
+            with self.moves.shared_writer.evict(ns_id, keys):
+                pass
+
     def drop_disk(self) -> int:
         """Empty this node's disk: evictions were missed, and nobody can say which. Returns how many chunks went."""
         num = 0
-        for ns_id in list(self.disk.namespaces()):
-            self._note_evicted(ns_id, None)
-            with self.moves.disk_writer.evict(ns_id, None):
+        self.moves.evictions.note_everything()
+        self.moves.seen.clear()
+        with self.moves.disk_writer.evict(None, None):  # also what waits for a disk that has nothing of its namespace
+            for ns_id in list(self.disk.namespaces()):
                 dropped = self.disk.drop_namespace(ns_id)
-            self.events.note("lost", ns_id, b"", {"disk": dropped})
-            num += dropped
-            self._remember_namespaces(ns_id)
+                self.events.note("lost", ns_id, b"", {"disk": dropped})
+                num += dropped
+                self._remember_namespaces(ns_id)
+        self._drop_queued_above(None, None)
         return num
 
     def _note_evicted(self, ns_id: bytes, keys: Sequence[bytes] | None) -> None:
@@ -252,6 +311,14 @@ class Service:
             writer.close()
         for tier in self.tiers():
             tier.close()
+
+
+def _engine(session: Session) -> tuple[str, int, bytes]:
+    return session.hello.engine_id, session.hello.pid, session.ns_id
+
+
+def _alone(ns_id: bytes, refs: Sequence[Ref] | None) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def make_refs(keys: Sequence[bytes], start: int, anchor: bytes) -> list[Ref]:

@@ -41,6 +41,9 @@ class Session:
         self.hello = hello
         self.pool = pool
         self.ns_id = hello.namespace.ns_id()
+        self.opened_at = 0  #: number of evictions when it was opened
+        #: Of an engine that was here before: number of evictions that it had surely heard of; None when it knows all.
+        self.since: int | None = None
         self._lease = lease
         self._users = 0
         self._ended = False

@@ -68,13 +68,27 @@ class Signals:
 
     def watch(self, reader: socket.socket) -> None:
         """Take the signals whose numbers arrive on a socket, a byte each, until it ends; owns it."""
+        reloads: list[threading.Thread] = []
         while data := reader.recv(64):
             for number in data:
-                try:
-                    self.take(number)
-                except Exception:  # a reload that fails must not take SIGTERM with it
-                    logger.exception("signal %d could not be followed", number)
+                if number == signal.SIGHUP:
+                    # On a thread of its own: it reads files and waits for the tiers' locks, and SIGTERM for neither.
+                    reloads = [thread for thread in reloads if thread.is_alive()]
+                    reloads.append(
+                        threading.Thread(target=self._take, args=(number,), name="tierkv-reload", daemon=True)
+                    )
+                    reloads[-1].start()
+                else:
+                    self._take(number)
+        for thread in reloads:
+            thread.join(1.0)
         reader.close()
+
+    def _take(self, number: int) -> None:
+        try:
+            self.take(number)
+        except Exception:  # a reload that fails must not take SIGTERM with it
+            logger.exception("signal %d could not be followed", number)
 
     def take(self, number: int) -> None:
         """Do what a signal asks for."""

@@ -53,7 +53,7 @@ class Storer:
         if self.moves.disk_writer.refusing:
             self.moves.disk_writer.num_dropped += len(items)
             return DROPPED * len(items)
-        since = self.moves.evictions.number
+        since = self.moves.evictions.number if session.since is None else session.since
         letters: list[bytes] = [FAILED] * len(items)
         to_disk: list[tuple[int, Job]] = []
         with session.using() as pool:
@@ -115,11 +115,15 @@ class Storer:
             letters.append(letter)
         return b"".join(letters)
 
+    def wants_evicted(self, ns_id: bytes, key: bytes) -> bool:
+        """Return whether a record that the disk evicts for room goes on to the shared tier."""
+        moves = self.moves
+        return moves.shared_writer is not None and moves.spill.on_evict() and (ns_id, key) not in moves.seen
+
     def disk_evicts(self, record: Record) -> None:
         """Take a record that the disk evicts for room, while its bytes are there, on to the shared tier."""
         header = record.header
-        name = (header.ns_id, header.key)
-        if self.moves.shared_writer is None or not self.moves.spill.on_evict() or name in self.moves.seen:
+        if self.moves.shared_writer is None or not self.wants_evicted(header.ns_id, header.key):
             return
         nbytes = len(record.data)
         buffer = self.moves.staging.take(nbytes)

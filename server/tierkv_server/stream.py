@@ -105,6 +105,8 @@ class PlainStream:
             return self._sock.recv(nbytes)
         data, fds, _, _ = socket.recv_fds(self._sock, nbytes, _MAX_FDS)
         self.fds += fds
+        while len(self.fds) > _MAX_FDS:  # more than any command takes: nobody will
+            os.close(self.fds.pop())
         return data
 
     def recv_into(self, view: memoryview, deadline: float | None = None) -> int:
@@ -160,6 +162,7 @@ class TlsStream:
         self.fds: list[int] = []  # none travel over TCP
         self._lock = threading.Lock()
         self._sending = threading.Lock()
+        self._over = False  # TLS has ended: what is sent now would go out in clear
         try:
             sock.setblocking(False)
             self._sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -175,6 +178,8 @@ class TlsStream:
         """Call into OpenSSL, again and again as the network lets it."""
         while True:
             with self._lock:
+                if self._over:
+                    raise ConnectionAbortedError("this connection has been ended")
                 try:
                     return action()
                 except ssl.SSLWantReadError:
@@ -221,6 +226,7 @@ class TlsStream:
 
     def _say_goodbye(self) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):
+            self._over = True
             self._sock.unwrap()  # sends what ends TLS, and does not wait for the other side's
 
 

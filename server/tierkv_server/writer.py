@@ -140,8 +140,11 @@ class TierWriter:
         with self._writing:
             return self._store(jobs)
 
-    def evict(self, ns_id: bytes, keys: set[bytes] | None) -> EvictGuard:
-        """Return a context in which none of ``keys`` (None: of all) is queued, and no batch is being written."""
+    def evict(self, ns_id: bytes | None, keys: set[bytes] | None) -> EvictGuard:
+        """Return a context in which none of ``keys`` is queued, and no batch is being written.
+
+        None stands for all keys, and for all namespaces.
+        """
         return EvictGuard(self, ns_id, keys)
 
     def drain(self, timeout_s: float) -> bool:
@@ -207,7 +210,10 @@ class TierWriter:
         except Exception:  # a tier must not raise; if one does, serving goes on
             logger.exception("the %s tier failed in an unforeseen way", self.tier.name)
             results = [Status.ERROR] * len(jobs)
-        self._stored(self.tier, jobs, results)
+        try:
+            self._stored(self.tier, jobs, results)
+        except Exception:  # neither the writer's thread nor a STORE goes with those who want to know
+            logger.exception("those who want to know what the %s tier has stored failed", self.tier.name)
         return results
 
     def _store_into(self, jobs: Sequence[Job], results: list[Status]) -> None:
@@ -242,7 +248,7 @@ def _ready(job: Job) -> Staged | None:
 class EvictGuard:
     """Holds a writer still while keys are evicted from its tier, so that none of them is written after."""
 
-    def __init__(self, writer: TierWriter, ns_id: bytes, keys: set[bytes] | None) -> None:
+    def __init__(self, writer: TierWriter, ns_id: bytes | None, keys: set[bytes] | None) -> None:
         self._writer = writer
         self._ns_id = ns_id
         self._keys = keys
@@ -257,4 +263,4 @@ class EvictGuard:
         self._writer._writing.release()
 
     def _doomed(self, job: Job) -> bool:
-        return job.ns_id == self._ns_id and (self._keys is None or job.ref.key in self._keys)
+        return self._ns_id in (None, job.ns_id) and (self._keys is None or job.ref.key in self._keys)

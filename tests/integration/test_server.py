@@ -889,7 +889,7 @@ def test_sigkill_of_the_server_releases_its_leases_and_it_is_launched_again(
         wait_until(engine.client.connected, what="the server was not launched again")
         assert engine.client.boot() != boot
         assert owner(launched) != pid
-        assert engine.client.health.up
+        wait_until(lambda: engine.client.health.up)  # a moment after the session is there
         for entry in fetch.entries:
             engine.index.drop(entry)
         assert engine.get(PROMPT) == engine.expected(PROMPT)

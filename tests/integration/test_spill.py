@@ -283,13 +283,13 @@ def test_a_flight_that_fails_leaves_its_waiters_to_themselves(namespace_pair: tu
 
     flights = Flights()
     names = [(ns.ns_id(), b"k" * 32) for ns in namespace_pair]
-    mine, others = flights.claim(names)
-    assert (mine, others) == ([0, 1], {})
-    again, waiting = flights.claim(names)
-    assert again == [] and set(waiting) == {0, 1}
-    flights.give_up(names)
+    mine, others = flights.claim(names, 0)
+    assert (list(mine), others) == ([0, 1], {})
+    again, waiting = flights.claim(names, 0)
+    assert again == {} and set(waiting) == {0, 1}
+    flights.give_up((names[i], flight) for i, flight in mine.items())
     assert all(flight.over.is_set() and flight.landed is None for flight in waiting.values())
-    assert flights.claim(names)[0] == [0, 1]
+    assert list(flights.claim(names, 0)[0]) == [0, 1]
 
 
 @pytest.fixture

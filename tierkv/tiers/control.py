@@ -140,7 +140,7 @@ class ControlFeed:
         clock, wall: monotonic time, and seconds since 1970.
 
     Notes:
-        ``publish``, ``writing`` and ``tell`` are called from any thread. Nothing here raises because of Redis.
+        ``publish``, ``ordering``, ``writing`` and ``tell`` are called from any thread. Nothing raises because of Redis.
     """
 
     def __init__(
@@ -195,7 +195,23 @@ class ControlFeed:
         """
         if refs is not None and not refs:
             return True
-        orders = self._journal.add(ns_id, refs)
+        return self._carry_out(self._journal.add(ns_id, refs), ns_id, refs)
+
+    @contextlib.contextmanager
+    def ordering(self, ns_id: bytes, refs: Sequence[Ref] | None) -> Iterator[None]:
+        """Return a context in which they are removed from this node: :meth:`publish`, the order written down before.
+
+        A process that ends in the middle finds nothing left to evict here; what follows is its successor's to do.
+        """
+        if refs is not None and not refs:
+            yield
+            return
+        with self._publishing:  # the feed's own thread, which carries out what waits, waits for this
+            orders = self._journal.add(ns_id, refs)
+            yield
+            self._carry_out(orders, ns_id, refs)
+
+    def _carry_out(self, orders: Sequence[Owed], ns_id: bytes, refs: Sequence[Ref] | None) -> bool:
         # What this node wrote of them until now goes with the deletions below.
         self._written.take(ns_id, None if refs is None else [ref.key for ref in refs], _WAIT_WRITES_S)
         return self._settle(orders)

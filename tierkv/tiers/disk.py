@@ -56,7 +56,7 @@ from tierkv.tiers.disk_mark import NotOursError, read_boot_id
 from tierkv.tiers.disk_memory import keep_freed_memory
 from tierkv.tiers.disk_open import open_all, open_environment
 from tierkv.tiers.disk_order import PolicyFactory
-from tierkv.tiers.disk_room import OnEvict, Protected, Room
+from tierkv.tiers.disk_room import OnEvict, Protected, Room, WantsEvicted
 from tierkv.tiers.disk_space import FreeSpace
 from tierkv.tiers.disk_upkeep import Upkeep
 from tierkv.tiers.environment import PAGE_NBYTES, Environment
@@ -84,6 +84,7 @@ class DiskTier:
             gone. Header, padded record and token ids are valid during the call only; namespace and key are in the
             header. It runs under the tier's write lock: it copies and queues, or does nothing, and calls no tier. What
             it raises is logged once. Not called for what goes while the tier is being opened.
+        wants_evicted: asked before that with namespace and key: the record is read only where it says yes.
         policy: makes the policy that orders evictions; called once, and for every namespace or tenant at a quota.
 
     Raises:
@@ -104,6 +105,7 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
         sync_interval_s: float = 5.0,
         on_evict: OnEvict | None = None,
+        wants_evicted: WantsEvicted = lambda ns_id, key: True,
         policy: PolicyFactory = ChainLRU,
     ) -> None:
         limits = _checked(limits)
@@ -119,7 +121,7 @@ class DiskTier:
         self._catalog = Catalog(limits, clock, policy, self._counters.count_expired)
         self._environments = self._catalog.environments
         space = FreeSpace(self._root)
-        self._room = Room(self._catalog, self._counters, space, on_evict, self._health.write_failed)
+        self._room = Room(self._catalog, self._counters, space, on_evict, wants_evicted, self._health.write_failed)
         self._lifetimes = Lifetimes(self._catalog, self._health, self._write)
         self._upkeep = Upkeep(
             self._catalog, self._room, self._lifetimes, self._health, self._write, self._reopen, sync_interval_s
@@ -403,6 +405,7 @@ class DiskTier:
         env = self._environments.get(bytes.fromhex(directory.name))
         if env is not None:
             if not env.broken:
+                self._room.sweep(env)  # what has expired would come back with another limit
                 self._upkeep.write_use(env)
             self._catalog.forget(env)
             env.close(clean=False)

@@ -24,6 +24,8 @@ logger = logging.getLogger("tierkv")
 
 #: Called with each record that goes to make room, before it is gone. See :class:`tierkv.tiers.disk.DiskTier`.
 OnEvict = Callable[[Record], None]
+#: Says of a namespace id and a key whether the hook is to have the record.
+WantsEvicted = Callable[[bytes, bytes], bool]
 Protected = Callable[[Item], bool]
 
 TXN_NBYTES = 8 << 20
@@ -45,7 +47,7 @@ class Room:
         catalog: what is stored.
         counters: counts what goes, and why.
         space: the volume's free space.
-        on_evict: see :class:`tierkv.tiers.disk.DiskTier`.
+        on_evict, wants_evicted: see :class:`tierkv.tiers.disk.DiskTier`.
         failed: called with what went wrong where that fails nothing else.
     """
 
@@ -55,12 +57,14 @@ class Room:
         counters: Counters,
         space: FreeSpace,
         on_evict: OnEvict | None,
+        wants_evicted: WantsEvicted,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._catalog = catalog
         self._counters = counters
         self._space = space
         self._on_evict = on_evict
+        self._wants_evicted = wants_evicted
         self._failed = failed
         self._hook_failed = False
 
@@ -309,6 +313,8 @@ class Room:
         for ns_id, key in items:
             env = self._catalog.environments[ns_id]
             try:
+                if not self._wants_evicted(ns_id, key):  # a record is megabytes from a disk, under the write lock
+                    continue
                 with env.record(key) as record:
                     if record is not None:
                         self._on_evict(record)

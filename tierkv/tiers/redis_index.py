@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from tierkv.errors import UnavailableError
 from tierkv.keys import KEY_NBYTES
 from tierkv.payload import HEADER_NBYTES, BadRecordError, ForeignRecordError, Header, unpack_stored
-from tierkv.resp import Value
+from tierkv.resp import Error, Value
 from tierkv.tiers.base import Ref
 from tierkv.tiers.redis_link import OnError, RedisLink
 from tierkv.tiers.redis_names import BUCKETS, Names, bucket_of
@@ -116,39 +117,46 @@ class RedisIndex:
             [*(("UNLINK", name) for name in names), ("HDEL", self._names.namespaces, ns_id.hex())], OnError.IGNORE
         )
 
-    def lengths(self, ns_ids: Sequence[bytes]) -> list[int]:
+    def lengths(self, ns_ids: Sequence[bytes], *, strict: bool = False) -> list[int]:
         """Return the fields of every bucket of the namespaces, 256 numbers each; nothing where Redis failed.
 
         Buckets on a node that is out count as empty.
+
+        Raises:
+            UnavailableError: with ``strict``, Redis or one of its nodes failed.
         """
         names = [self._names.index(ns_id, bucket) for ns_id in ns_ids for bucket in BUCKETS]
         found: list[int] = []
         for batch in batches(names, 8 * BATCH_KEYS):
             replies = self._link.ask([("HLEN", name) for name in batch], OnError.IGNORE)
+            _check(replies, strict)
             if replies is None:
                 return []
             found += [reply if isinstance(reply, int) else 0 for reply in replies]
         return found
 
-    def pages(self, ns_id: bytes, start: int = 0) -> Iterator[list[IndexRow]]:
+    def pages(self, ns_id: bytes, start: int = 0, *, strict: bool = False) -> Iterator[list[IndexRow]]:
         """Yield the index in pages of a few thousand rows: several small buckets, or a part of a large one.
 
-        Begins with bucket ``start`` and goes round.
+        Begins with bucket ``start`` and goes round. Where Redis fails it ends early.
+
+        Raises:
+            UnavailableError: with ``strict``, in place of that.
         """
         small: list[str] = []
         waiting = 0
-        lengths = list(zip(BUCKETS, self.lengths([ns_id]), strict=False))
+        lengths = list(zip(BUCKETS, self.lengths([ns_id], strict=strict), strict=False))
         for bucket, length in lengths[start:] + lengths[:start]:
             if length > _PAGE_ROWS:
-                yield from self._scan_bucket(ns_id, bucket)
+                yield from self._scan_bucket(ns_id, bucket, strict)
             elif length:
                 small.append(bucket)
                 waiting += length
                 if waiting >= _PAGE_ROWS:
-                    yield self._whole_buckets(ns_id, small)
+                    yield self._whole_buckets(ns_id, small, strict)
                     small, waiting = [], 0
         if small:
-            yield self._whole_buckets(ns_id, small)
+            yield self._whole_buckets(ns_id, small, strict)
 
     def live_pages(
         self, ns_id: bytes, *, start: int = 0, on_gone: Callable[[list[Row]], object] | None = None
@@ -222,20 +230,27 @@ class RedisIndex:
             return None
         return header, HEADER_NBYTES + stored_nbytes
 
-    def _whole_buckets(self, ns_id: bytes, buckets: list[str]) -> list[IndexRow]:
+    def _whole_buckets(self, ns_id: bytes, buckets: list[str], strict: bool) -> list[IndexRow]:
         replies = self._link.ask([("HGETALL", self._names.index(ns_id, bucket)) for bucket in buckets], OnError.IGNORE)
+        _check(replies, strict)
         return [row for bucket, fields in zip(buckets, replies or (), strict=False) for row in _rows(bucket, fields)]
 
-    def _scan_bucket(self, ns_id: bytes, bucket: str) -> Iterator[list[IndexRow]]:
+    def _scan_bucket(self, ns_id: bytes, bucket: str, strict: bool) -> Iterator[list[IndexRow]]:
         cursor = b"0"
         while True:
             replies = self._link.ask([("HSCAN", self._names.index(ns_id, bucket), cursor, "COUNT", _PAGE_ROWS)])
+            _check(replies, strict)
             if replies is None:
                 return
             cursor, fields = _page(replies[0])
             yield _rows(bucket, list(fields))
             if cursor == b"0":
                 return
+
+
+def _check(replies: Sequence[Value] | None, strict: bool) -> None:
+    if strict and (replies is None or any(isinstance(reply, Error) for reply in replies)):
+        raise UnavailableError("the shared tier's index could not be read to its end")
 
 
 def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -181,8 +181,12 @@ class SharedTier:
         self.lifetime.limits = limits
 
     def keys(self, ns_id: bytes) -> Iterator[bytes]:
-        """Yield the keys of everything that the index knows of a namespace, for a filter."""
-        for page in self._index.pages(ns_id):
+        """Yield the keys of everything that the index knows of a namespace, for a filter.
+
+        Raises:
+            UnavailableError: Redis failed in the middle: what came is not all.
+        """
+        for page in self._index.pages(ns_id, strict=True):
             yield from (item.key for item in page if item.row is not None)
 
     def open_feed(self, node_dir: Path, fleet: Fleet) -> ControlFeed:
