@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import redis
@@ -31,6 +30,8 @@ from records import Buffers, make_chain, make_namespace
 from servers import RedisServer, free_port, server_binaries, start_redis
 from store_process import store_server
 from tierkv.config import Spill
+from tierkv.hostindex import Fetch
+from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
 from tierkv.server_config import DiskConfig, ListenConfig, ServerConfig, SharedConfig
 from tierkv.tiers.base import Limits, Record, Ref, Status, Tier
@@ -159,17 +160,22 @@ class TierBench:
             yield records[at : at + self._step]
 
 
+def after(prepare: Callable[[], None], bench: Bench) -> Bench:
+    """Let ``prepare`` come before each run, untimed."""
+    once = bench.once
+
+    def prepared(count: bool) -> None:
+        prepare()
+        once(count)
+
+    bench.once = prepared  # type: ignore[method-assign]
+    return bench
+
+
 def tier_benches(name: str, tier: Tier, namespace: Namespace, num: int, pids: tuple[int, ...] = ()) -> list[Bench]:
     """Return a put and a get. The eviction before each put is not timed."""
     bench = TierBench(tier, namespace, num)
-    put = Bench(f"{name} put", bench.put, pids)
-    once = put.once
-
-    def clear_and_put(count: bool) -> None:
-        bench.clear()
-        once(count)
-
-    put.once = clear_and_put  # type: ignore[method-assign]
+    put = after(bench.clear, Bench(f"{name} put", bench.put, pids))
     return [put, Bench(f"{name} get, verified", bench.get, pids)]
 
 
@@ -197,8 +203,11 @@ def redis_py(name: str, server: RedisServer, nbytes: int, num: int) -> list[Benc
                 np.copyto(target, np.frombuffer(value, dtype=np.uint8))
         return num * nbytes
 
+    def clear() -> None:
+        client.delete(*(f"plain:{i}" for i in range(num)))
+
     return [
-        Bench(f"{name}, redis-py and hiredis: SET", put, (server.pid,)),
+        after(clear, Bench(f"{name}, redis-py and hiredis: SET", put, (server.pid,))),
         Bench(f"{name}, redis-py and hiredis: GET and copy", get, (server.pid,)),
     ]
 
@@ -212,9 +221,10 @@ class EngineBench:
         self._tokens: list[int] = []
 
     def store(self) -> int:
-        """Store a new chain; filling the slots is not part of it."""
-        for replies in [self._engine.store(self._items)]:
-            letters = b"".join(self._engine.result(replies, i) for i in range(len(replies)))
+        """Store a new chain, all commands sent at once; filling the slots is not part of it."""
+        replies = self._engine.store(self._items)
+        wait(lambda: all(replies))
+        letters = b"".join(reply[0] or b"" for reply in replies)
         assert not letters.strip(b"o"), letters
         return self._num * self._engine.shape.payload_nbytes
 
@@ -222,7 +232,8 @@ class EngineBench:
         self._round += 1
         self._engine.forget()
         chunk = self._engine.namespace.layout.chunk_tokens
-        self._tokens = [self._round * 1_000_003 % 65_521 + i for i in range(self._num * chunk)]
+        salt = sum(self._engine.engine_id.encode()) * 1_000  # engines of one namespace store different chains
+        self._tokens = [salt + self._round * 1_000_003 % 65_521 + i for i in range(self._num * chunk)]
         keys = self._engine.keys(self._tokens)
         entries = [self._engine._fill(keys, i, "", 0) for i in range(self._num)]
         self._items = [self._engine._item(entry, keys, "") for entry in entries]
@@ -231,23 +242,36 @@ class EngineBench:
         self._engine.forget()
 
     def fetch(self) -> int:
-        keys = self._engine.keys(self._tokens)
-        self._engine._fetch(keys, 0, "")
-        assert self._engine.index.run_end(keys, 0, len(keys)) == self._num
-        return self._num * self._engine.shape.payload_nbytes
+        """Fetch the chain, all commands sent at once, on one lane as a plan does."""
+        engine, keys = self._engine, self._engine.keys(self._tokens)
+        step = max(1, BATCH_NBYTES // engine.shape.payload_nbytes)
+        fetches = []
+        for at in range(0, self._num, step):
+            entries = [engine._reserve(keys, i, "") for i in range(at, min(self._num, at + step))]
+            fetches.append(Fetch(entries))
+            for i, entry in enumerate(entries):
+                entry.fetch, entry.fetch_index = fetches[-1], i
+            engine.client.fetch(0, at, keys[anchor_index(at)], fetches[-1])
+        wait(lambda: all(fetch.results is not None and fetch.released for fetch in fetches))
+        for fetch in fetches:
+            assert not (fetch.results or b"-").strip(b"d"), fetch.results
+            for entry in fetch.entries:
+                engine.index.filled(entry, "disk")
+        return self._num * engine.shape.payload_nbytes
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    """Wait for what the client's thread brings, without taking the processor from it."""
+    while not condition():
+        time.sleep(0.0002)
 
 
 def engine_benches(name: str, engine: FakeEngine, num: int, pid: int) -> list[Bench]:
     bench = EngineBench(engine, num)
-    store, fetch = Bench(f"{name} store", bench.store, (pid,)), Bench(f"{name} fetch", bench.fetch, (pid,))
-    for one, prepare in ((store, bench.prepare_store), (fetch, bench.prepare_fetch)):
-
-        def once(count: bool, run: Any = one.once, prepare: Any = prepare) -> None:
-            prepare()
-            run(count)
-
-        one.once = once  # type: ignore[method-assign]
-    return [store, fetch]
+    return [
+        after(bench.prepare_store, Bench(f"{name} store", bench.store, (pid,))),
+        after(bench.prepare_fetch, Bench(f"{name} fetch", bench.fetch, (pid,))),
+    ]
 
 
 def match_benches(name: str, tier: Tier, namespace: Namespace, refs: list[Ref]) -> list[Bench]:
@@ -296,7 +320,8 @@ def transports(args: argparse.Namespace, work: Path, stack: ExitStack, num: int)
     directory = work / "server"
     port = free_port()
     listen = ListenConfig(socket=directory / "tierkv.sock", tcp=f"127.0.0.1:{port}", insecure=True)
-    config = ServerConfig(listen=listen, disk=DiskConfig(dir=directory, bytes=8 << 30))
+    # Full after the first rounds: like the tier alone, it writes where it has written before.
+    config = ServerConfig(listen=listen, disk=DiskConfig(dir=directory, bytes=4 * num * args.nbytes))
     pid = stack.enter_context(store_server(config, work / "server.err"))
     namespace = engine_namespace("bench/engine", block_nbytes=args.nbytes // 4)
     benches: list[Bench] = []
