@@ -23,9 +23,10 @@ import redis
 
 from fake_engine import FakeEngine, make_namespace, wait_until
 from leaks import num_fds
+from serving import alive, make_config, owner, serving
 from tierkv import __version__, client, health
 from tierkv.client import AdminClient
-from tierkv.config import PROTOCOL_VERSION, Spill, shared_digest
+from tierkv.config import PROTOCOL_VERSION, shared_digest
 from tierkv.errors import ConfigError, RefusedError, UnavailableError
 from tierkv.hostindex import Fetch
 from tierkv.keys import anchor_index
@@ -44,31 +45,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 # -- helpers
-
-
-def make_config(directory: Path, **other: Any) -> ServerConfig:
-    options: dict[str, Any] = {
-        "disk_dir": directory / "store",
-        "disk_bytes": 64 << 20,
-        "shared_url": None,
-        "socket": directory / "store" / "tierkv.sock",
-        "spill": {"shared": Spill.THROUGH},
-    }
-    return ServerConfig.make(**options | other)
-
-
-@contextlib.contextmanager
-def serving(config: ServerConfig) -> Iterator[Server]:
-    """Run a server in a thread of this process."""
-    server = Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.leave()
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -103,24 +79,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(health, "BACKOFF_MIN_S", 0.05)
     monkeypatch.setattr(health, "BACKOFF_MAX_S", 0.2)
-
-
-def owner(config: ServerConfig) -> int:
-    """Return the process that wrote itself into the directory's lock; 0 for none."""
-    try:
-        return int((config.disk_dir / "lock").read_text() or 0)
-    except FileNotFoundError:
-        return 0
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs. One that nobody has reaped does not."""
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
-    try:
-        return state(Path(f"/proc/{pid}")) != "Z"
-    except OSError:
-        return False
 
 
 def stop(pid: int) -> None:
