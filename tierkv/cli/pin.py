@@ -39,6 +39,8 @@ def command(seconds: float, owner: str | None, as_json: bool, **given: Any) -> N
     result = order("TKV.PIN", given, Select(owner=name, seconds=seconds))
     from tierkv.cli import render
 
+    if not (as_json or result["dry_run"] or any(result["tiers"].values())):
+        _check_quota(result)  # refuses: "Pinned" would be no true word
     would = "Would pin" if result["dry_run"] else "Pinned"
     chunks = render.plural(result["num_chunks"], "chunk")
     show(result, as_json, f"{would} {result['id']} for {name}, for {render.span(seconds)}: {chunks}")
@@ -62,7 +64,7 @@ def _check_quota(result: dict[str, Any]) -> None:
         return
     why = "the pins' quota (quota.pinned_bytes) is reached, or a chunk before the rest is missing"
     if not any(result["tiers"].values()):
-        raise RefusedError(f"no chunk could be pinned: {why}; 'tierkv stat' shows what pins hold")
+        raise RefusedError(f"no chunk could be pinned: {why}; 'tierkv stat --json' shows what pins hold")
     raise IncompleteError(f"not all chunks could be pinned ({', '.join(short)}): {why}")
 
 
