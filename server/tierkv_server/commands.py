@@ -105,7 +105,7 @@ class Commands:
             b"TKV.WARM": lambda c, args: _json(self._warmer.step(_select(args))),
             b"TKV.EVENTS": lambda c, args: _json(self._events(_select(args))),
             b"TKV.SLOW": lambda c, args: _json(self._service.events.slow(_select(args).limit)),
-            b"TKV.DUMP": lambda c, args: dump(self._service, args[0], _ref(*args[1:])),
+            b"TKV.DUMP": lambda c, args: dump(self._service, args[0], _ref(args[1:])),
             b"TKV.RESTORE": lambda c, args: restore(self._service, Namespace.from_json(args[0]), args[1]),
             b"TKV.LOCATE": lambda c, args: _json(self.inspector.locate(_select(args))),
             b"TKV.EVICT": lambda c, args: _json(self.inspector.evict(_select(args))),
@@ -399,7 +399,8 @@ def _keys(packed: bytes) -> list[bytes]:
     return [packed[i : i + KEY_NBYTES] for i in range(0, len(packed), KEY_NBYTES)]
 
 
-def _ref(key: bytes, anchor: bytes) -> Ref:
+def _ref(args: Sequence[bytes]) -> Ref:
+    key, anchor = args
     if not len(key) == len(anchor) == KEY_NBYTES:
         raise ValueError(f"a key and its anchor have {KEY_NBYTES} bytes each")
     return Ref(key, anchor)
