@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from pathlib import Path
 
 
@@ -33,6 +35,18 @@ def pool_files(pid: int | str = "self") -> set[str]:
         if "memfd:tierkv" in line:
             found.add(line.split()[4])
     return found
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process with SIGSTOP and wait until all its threads stand still: until then some may go on working."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        if all((task / "stat").read_text().rsplit(")", 1)[1].split()[0] in "TZ" for task in tasks):
+            return
+        time.sleep(0.002)
+    raise TimeoutError(f"process {pid} does not stop")
 
 
 def shm_names() -> set[str]:

@@ -299,12 +299,19 @@ class StoreClient:
         """
         with self._lock:  # the drop set grows under this lock: an eviction's answer follows these items, or they stay
             items = [item for item in items if item.key not in dropped]
+
+            def answered(letters: bytes | None) -> None:
+                session = self._session
+                if letters and session and session.known:  # what this engine stored it need not be told
+                    session.known.add(item.key for item in items)
+                done(letters)
+
             if items and not self._closed:
                 if self._inline is None:
                     words = [b"TKV.STORE", msgspec.msgpack.encode(items)]
-                    self._commands.append(_Command(NUM_LANES, encode_command(words), done))
+                    self._commands.append(_Command(NUM_LANES, encode_command(words), answered))
                 else:
-                    self._commands.append(_Command(NUM_LANES, b"", done, items=list(items)))
+                    self._commands.append(_Command(NUM_LANES, b"", answered, items=list(items)))
         if not items:
             done(b"")
         elif self._closed:

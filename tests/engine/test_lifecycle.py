@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine_process import CHUNK_TOKENS, Answer, Engine, EngineError, Lab, Prompts, drain, server_pid
+from leaks import stop_process
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +56,7 @@ def test_aborting_a_request_that_waits_for_its_plan(engine: Engine, disk: Path, 
     engine.counters()
     drain(disk)
     engine.clear_host()
-    os.kill(server_pid(disk), signal.SIGSTOP)
+    stop_process(server_pid(disk))
     try:
         engine.add("doomed", prompt)
         engine.step(3)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts, admin, drain, server_pid, shut_down
+from leaks import stop_process
 from records import wait_until
 from servers import RedisServer
 from tierkv.config import socket_path
@@ -279,7 +280,7 @@ def filtering(module_lab: Lab, model: Path, disk: Path) -> Engine:
 def held(disk: Path) -> Iterator[None]:
     """Stop the store server: whoever asks it anything waits."""
     pid = server_pid(disk)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         yield
     finally:

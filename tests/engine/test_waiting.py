@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts, drain, server_pid
+from leaks import stop_process
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +58,7 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
 def held(disk: Path) -> Iterator[Callable[[], None]]:
     """Stop the store server; the function that is given lets it go on before the end of the block."""
     pid = server_pid(disk)
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         yield lambda: os.kill(pid, signal.SIGCONT)
     finally:

@@ -22,7 +22,7 @@ import pytest
 import redis
 
 from fake_engine import FakeEngine, make_namespace, wait_until
-from leaks import num_fds
+from leaks import num_fds, stop_process
 from serving import alive, make_config, owner, serving
 from tierkv import __version__, client, health
 from tierkv.client import AdminClient
@@ -79,12 +79,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "CONNECT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(health, "BACKOFF_MIN_S", 0.05)
     monkeypatch.setattr(health, "BACKOFF_MAX_S", 0.2)
-
-
-def stop(pid: int) -> None:
-    """Stop a process with SIGSTOP, and wait until it has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: {state(task) for task in Path(f"/proc/{pid}/task").iterdir()} == {"T"})
 
 
 def state(directory: Path) -> str:
@@ -833,7 +827,7 @@ def test_sigkill_of_the_server_releases_its_leases_and_it_is_launched_again(
         engine.put(PROMPT)
         engine.forget()
         pid, boot = owner(launched), engine.client.boot()
-        stop(pid)
+        stop_process(pid)
         fetch = start_fetch(engine, PROMPT)
         reply = engine.client.match(1, 0, engine.keys(PROMPT)[0], engine.keys(PROMPT))
         time.sleep(0.1)
@@ -863,7 +857,7 @@ def test_a_stopped_server_keeps_its_leases_until_it_goes_on(launched: ServerConf
         engine.put(PROMPT)
         engine.forget()
         pid, boot = owner(launched), engine.client.boot()
-        stop(pid)
+        stop_process(pid)
         try:
             fetch = start_fetch(engine, PROMPT)
             assert answered(fetch) == b""  # nobody waits for it any more
