@@ -81,10 +81,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "BACKOFF_MAX_S", 0.2)
 
 
-def state(directory: Path) -> str:
-    return (directory / "stat").read_text().rsplit(")", 1)[1].split()[0]
-
-
 def start_fetch(engine: FakeEngine, tokens: list[int], slots: list[int] | None = None, lane: int = 0) -> Fetch:
     """Send one FETCH for all chunks of a prompt and return it, unanswered."""
     keys = engine.keys(tokens)
