@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from leaks import children, pool_files, shm_names
+
+#: What a skip says where something that can be installed is not there.
+_MISSING = ("is not installed", "is installed", "is missing", "may not be mounted")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where everything has been installed (``TIERKV_ALL_TESTS``), a test that skips for want of it has failed."""
+    report = yield
+    if os.environ.get("TIERKV_ALL_TESTS") and report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if any(words in reason for words in _MISSING):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} did not run: {reason}"
+    return report
 
 
 @pytest.fixture

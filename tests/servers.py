@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import redis
 
+from leaks import stop_process
+
 START_TIMEOUT_S = 15.0
 
 
@@ -67,7 +69,7 @@ class RedisServer:
 
     def sigstop(self) -> None:
         """Freeze the server: it keeps its sockets and answers nothing."""
-        self._signal(signal.SIGSTOP)
+        stop_process(self.pid)
 
     def sigcont(self) -> None:
         self._signal(signal.SIGCONT)

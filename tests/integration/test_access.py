@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import resource
-import signal
 import socket
 import ssl
 import stat
@@ -25,6 +24,7 @@ import msgspec
 import pytest
 
 from fake_engine import FakeEngine, wait_until
+from leaks import stop_process
 from network import Wire, address_of, host_port, insecure_config, make_tokens, tls_config, with_listen
 from servers import TlsFiles, free_port, make_certificates
 from serving import kill_launched, make_config, owner, serving
@@ -521,7 +521,7 @@ def test_a_verb_does_not_wait_for_a_server_that_is_stopped(short_dir: Path, toke
         launcher.launch()
         wait_until(config.socket.is_socket)
         wait_until(lambda: not launcher.starting())
-        os.kill(owner(config), signal.SIGSTOP)
+        stop_process(owner(config))
         for where in ([str(config.socket)], [str(address_of(config)), "--token-file", str(tokens["reader"])]):
             command = [sys.executable, "-m", "tierkv.cli", "stat", "--server", *where]
             done = subprocess.run(command, capture_output=True, text=True, timeout=25)
