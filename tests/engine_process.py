@@ -365,9 +365,12 @@ class Lab:
         return path
 
     def engine(self, model: Path, connector: dict[str, Any] | None = None, **options: Any) -> Engine:
-        """Return a new engine; see :class:`Engine`. Tiers are small unless ``connector`` says otherwise."""
+        """Return a new engine; see :class:`Engine`. Tiers are small unless ``connector`` says otherwise.
+
+        Nor does a deadline end a wait that a busy machine makes long: tests that are about it set their own.
+        """
         if connector is not None:
-            small = {"host_bytes": "64MiB"} | ({"disk_bytes": "256MiB"} if "disk_dir" in connector else {})
+            small = {"host_bytes": "64MiB", "deadline_s": 30.0} | ({"disk_bytes": "256MiB"} if "disk_dir" in connector else {})
             connector = small | connector
         engine = Engine(model, self.directory, connector, **options)
         self._engines.append(engine)

@@ -34,7 +34,9 @@ def disk(module_lab: Lab) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_engine(module_lab: Lab, model: Path, disk: Path, redis_server: RedisServer) -> Engine:
-    return module_lab.engine(model, {"disk_dir": disk, "shared_url": redis_server.url, "spill": THROUGH})
+    return module_lab.engine(
+        model, {"disk_dir": disk, "shared_url": redis_server.url, "spill": THROUGH, "deadline_s": 2.0}
+    )
 
 
 @pytest.fixture
