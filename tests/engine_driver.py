@@ -23,6 +23,8 @@ import msgspec
 import numpy as np
 
 TIMEOUT_S = 30.0
+#: Requests whose blocks a test can look at.
+MAX_REMEMBERED = 512
 
 
 class Driver:
@@ -33,6 +35,8 @@ class Driver:
         self._count = 0
         self._finished: dict[str, dict[str, Any]] = {}
         self._asked: list[list[Any]] = []
+        self._held: dict[str, list[float]] = {}
+        self._num_failing = 0
         self._requests: dict[tuple[tuple[int, ...], str | None], Any] = {}
 
     # -- requests
@@ -42,8 +46,10 @@ class Driver:
         from vllm import LLM
 
         self._llm = LLM(**settings)
-        if self._in_process and self._core.scheduler.connector is not None:
-            self._record(self._core.scheduler.connector)
+        if self._in_process:
+            self._remember_requests(self._core.scheduler)
+            if self._core.scheduler.connector is not None:
+                self._record(self._core.scheduler.connector)
         return os.getpid()
 
     def run(
@@ -53,29 +59,50 @@ class Driver:
         salt: str | None = None,
         batch: bool = False,
         params: Any = None,
+        skip_reading: bool = False,
     ) -> list[dict[str, Any]]:
         """Run prompts greedily, together or one at a time, and return their answers."""
         names = []
         for prompt in prompts:
             self._count += 1
             names.append(f"run{self._count}")
-            self.add(names[-1], prompt, max_tokens, salt, params)
+            self.add(names[-1], prompt, max_tokens, salt, params, skip_reading)
             if not batch:
                 self._finish(names[-1:])
         self._finish(names)
         return [self._finished.pop(name) for name in names]
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, salt: str | None = None, params: Any = None) -> None:
-        """Add a request, with its ``kv_transfer_params``; :meth:`step` runs it."""
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None = None,
+        params: Any = None,
+        skip_reading: bool = False,
+    ) -> None:
+        """Add a request, with its ``kv_transfer_params``, which may not read any cache; :meth:`step` runs it."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=4, detokenize=False)
+        sampling.skip_reading_prefix_cache = skip_reading
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
         request: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             request["cache_salt"] = salt
         self._llm.llm_engine.add_request(name, request, sampling)
+
+    def say(self, text: str | None = None, messages: Any = None, max_tokens: int = 2) -> dict[str, Any]:
+        """Run a prompt that vLLM itself makes token ids of, and return these and how many of them were not computed."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        if messages is not None:
+            (output,) = self._llm.chat(messages, sampling, use_tqdm=False)
+        else:
+            (output,) = self._llm.generate([text], sampling, use_tqdm=False)
+        return {"tokens": list(output.prompt_token_ids), "cached": output.num_cached_tokens}
 
     def step(self, num: int = 1) -> dict[str, dict[str, Any]]:
         """Step ``num`` times and return the answers of the requests that have finished and were not returned yet."""
@@ -104,6 +131,11 @@ class Driver:
         """Return what the connector answered vLLM since the last call: [request, tokens computed, answer, times]."""
         asked, self._asked = self._asked, []
         return asked
+
+    def held(self) -> dict[str, float]:
+        """Return for how many seconds the connector told vLLM to ask again, by request, since the last call."""
+        held, self._held = self._held, {}
+        return {name: last - first for name, (first, last) in held.items()}
 
     def reset_gpu(self) -> bool:
         """Empty vLLM's own prefix cache and nothing else."""
@@ -151,28 +183,77 @@ class Driver:
 
         The request must have run in this process: its block hashes say where its blocks are.
         """
-        hashes = self._requests[tuple(prompt), salt].block_hashes
         layout = self._sched.layout
-        caches = self._core.model_executor.driver_worker.worker.model_runner.kv_caches
-        found: list[str | None] = []
-        for i in range(len(prompt) // layout.chunk_tokens):
-            first = i * layout.blocks_per_chunk
-            wanted = hashes[first : first + layout.blocks_per_chunk]
-            blocks = [self._core.scheduler.kv_cache_manager.block_pool.get_cached_block(h, [0]) for h in wanted]
-            if not all(blocks):
-                found.append(None)
-                continue
-            ids = [block[0].block_id for block in blocks if block]
-            found.append(_digest([cache[b].contiguous().numpy().tobytes() for cache in caches for b in ids]))
-        return found
+        chunks = self._gpu_chunks(prompt, salt, layout.blocks_per_chunk)[: len(prompt) // layout.chunk_tokens]
+        return [None if parts is None else _digest(parts) for parts in chunks]
 
-    def flip(self, prompt: list[int], chunk: int, word: int, bit: int, salt: str | None = None) -> list[float]:
+    def save_gpu(self, path: str, prompt: list[int], blocks_per_chunk: int) -> None:
+        """Write the bytes of each chunk in the GPU's blocks to an npz file, by number. Needs no connector."""
+        chunks = self._gpu_chunks(prompt, None, blocks_per_chunk)
+        _save(path, {str(i): b"".join(parts) for i, parts in enumerate(chunks) if parts is not None})
+
+    def save_host(self, path: str) -> None:
+        """Write every payload that a request may load from the host pool to an npz file, by its key in hex."""
+        index, pool = self._sched.index, self._sched.pool
+        self._sched._apply_replies()
+        _save(path, {e.key.hex(): b"".join(map(bytes, pool.parts(e.slot))) for e in index.snapshot() if e.usable})
+
+    def flip(
+        self, prompt: list[int], chunk: int, word: int, bit: int, salt: str | None = None, part: int = 0
+    ) -> list[float]:
         """Flip one bit of one float32 in the slot of a chunk, where no checksum looks; return it before and after."""
         entry = self._sched.index.get(self._keys(prompt, salt)[chunk])
-        words = np.frombuffer(self._sched.pool.parts(entry.slot)[0], dtype=np.uint32)
+        words = np.frombuffer(self._sched.pool.parts(entry.slot)[part], dtype=np.uint32)
         before = float(words.view(np.float32)[word])
         words[word] ^= np.uint32(1 << bit)
         return [before, float(words.view(np.float32)[word])]
+
+    # -- faults
+
+    def fail_loads(self, num: int) -> None:
+        """Make the next ``num`` loads fail in the worker: nothing is copied."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from tierkv_connector.device import Done
+
+        device = get_kv_transfer_group()._work._device
+        load, finished, failed = device.load, device.finished, []
+        self._num_failing = num
+
+        def failing_load(jobs: Any) -> None:
+            for job in jobs:
+                if self._num_failing > 0:
+                    self._num_failing -= 1
+                    failed.append(Done(job, False, 0, 0.0))
+                else:
+                    load([job])
+
+        def finished_and_failed() -> list[Any]:
+            done = finished() + failed
+            failed.clear()
+            return done
+
+        device.load, device.finished = failing_load, finished_and_failed
+
+    def fail_rank(self, rank: int, what: str) -> None:
+        """Make one rank's next copy of a chunk (``what``: load or store) fail; the other ranks go on."""
+        self._llm.collective_rpc(_fail_next_copy, args=(rank, what))
+
+    def strand_next_load(self) -> None:
+        """Make the scheduler half raise when it is to plan the next load, after vLLM has given blocks out for it."""
+
+        def plan_load(*args: Any) -> None:
+            raise RuntimeError("the test's fault")
+
+        self._sched._plan_load = plan_load
+
+    def vllm_version(self) -> str:
+        """Return the version of vLLM that runs here."""
+        import vllm
+
+        return str(vllm.__version__)
+
+    # --
 
     def leases(self) -> dict[str, int]:
         """Return everything that requests hold; all zero where no request is left."""
@@ -219,8 +300,32 @@ class Driver:
     def _sched(self) -> Any:
         return self._core.scheduler.connector._sched
 
+    def _gpu_chunks(self, prompt: list[int], salt: str | None, blocks_per_chunk: int) -> list[list[bytes] | None]:
+        """Return the parts of each whole chunk that the GPU has, layer after layer; None where it has it not whole."""
+        hashes = self._requests[tuple(prompt), salt].block_hashes
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        caches = self._core.model_executor.driver_worker.worker.model_runner.kv_caches
+        found: list[list[bytes] | None] = []
+        for first in range(0, len(hashes) - blocks_per_chunk + 1, blocks_per_chunk):
+            blocks = [pool.get_cached_block(h, [0]) for h in hashes[first : first + blocks_per_chunk]]
+            ids = [block[0].block_id for block in blocks if block]
+            parts = [cache[b].contiguous().numpy().tobytes() for cache in caches for b in ids]
+            found.append(parts if all(blocks) else None)
+        return found
+
+    def _remember_requests(self, scheduler: Any) -> None:
+        add = scheduler.add_request
+
+        def add_request(request: Any) -> None:
+            self._requests[tuple(request.prompt_token_ids), request.cache_salt] = request
+            if len(self._requests) > MAX_REMEMBERED:
+                del self._requests[next(iter(self._requests))]
+            add(request)
+
+        scheduler.add_request = add_request
+
     def _record(self, connector: Any) -> None:
-        ask, new = connector.get_num_new_matched_tokens, connector.on_new_request
+        ask = connector.get_num_new_matched_tokens
 
         def get_num_new_matched_tokens(request: Any, num_computed: int) -> Any:
             answer = ask(request, num_computed)
@@ -229,14 +334,12 @@ class Driver:
                 self._asked[-1][3] += 1
             else:
                 self._asked.append([*row, 1])
+            if answer[0] is None:
+                now = time.monotonic()
+                self._held.setdefault(row[0], [now, now])[1] = now
             return answer
 
-        def on_new_request(request: Any) -> None:
-            self._requests[tuple(request.prompt_token_ids), request.cache_salt] = request
-            new(request)
-
         connector.get_num_new_matched_tokens = get_num_new_matched_tokens
-        connector.on_new_request = on_new_request
 
     def _keys(self, prompt: Sequence[int], salt: str | None) -> list[bytes]:
         from tierkv.keys import chain_keys, root_key
@@ -275,6 +378,27 @@ class Driver:
 def _name(request_id: str) -> str:
     """Return the name of a request as the test gave it; vLLM appends a random part."""
     return request_id.rsplit("-", 1)[0]
+
+
+def _fail_next_copy(worker: Any, rank: int, what: str) -> None:
+    """In a rank's process: make its next copy of a chunk fail."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if worker.rank != rank:
+        return
+    device = get_kv_transfer_group()._work._device
+    name = f"_{what}_piece"
+    copy = getattr(device, name)
+
+    def fail(piece: Any) -> None:
+        setattr(device, name, copy)
+        raise RuntimeError("the test's fault")
+
+    setattr(device, name, fail)
+
+
+def _save(path: str, arrays: dict[str, bytes]) -> None:
+    np.savez(path, **{name: np.frombuffer(data, dtype=np.uint8) for name, data in arrays.items()})
 
 
 def _digest(parts: Sequence[bytes]) -> str:

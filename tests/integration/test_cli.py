@@ -211,7 +211,9 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_serve_says_its_configuration_and_leaves_on_sigterm(served: Served) -> None:
     code, log = served.stop()
     assert code == 0
-    assert log.count("\n") == 1 and f"disk 64 MiB in {served.directory}, no shared tier" in log
+    first, *rest = log.splitlines()
+    assert f"disk 64 MiB in {served.directory}, no shared tier" in first
+    assert [line.partition("INFO ")[2] for line in rest] == ["SIGTERM: leaving", "stopped"]
     assert not served.socket.exists()
 
 
@@ -422,7 +424,7 @@ def test_match_stops_where_the_prompt_leaves_what_is_stored(served: Served, fill
     assert [c["tiers"] for c in row["chunks"]] == [["host", "disk"]] * 2 + [["disk"]] * 3 + [[]] * 2
     shown = served.tierkv("match", "--tokens", text(prompt)).stdout
     assert "5 of 7" in shown and f"{5 * CHUNK} of {len(prompt)}" in shown
-    assert "0-1 host,disk; 2-4 disk; 5 not stored" in shown
+    assert "0-1 host,disk; 2-4 disk" in shown and "chunk 5 is not stored" in shown
 
 
 def test_match_changes_nothing(served: Served, filled: FakeEngine) -> None:

@@ -27,7 +27,7 @@ from tierkv.cli.options import (
     tenant_start,
     tier_option,
 )
-from tierkv.cli.prompt import Prompt, read_prompt
+from tierkv.cli.prompt import Prompt, PromptOptions, read_prompt
 from tierkv.errors import ConfigError, RefusedError
 from tierkv.selection import Select
 
@@ -56,10 +56,7 @@ Examples:
 @server_option
 def command(
     prefix: str | None,
-    tokens: str | None,
-    tokens_file: str | None,
-    salt: str | None,
-    salt_file: str | None,
+    given: PromptOptions,
     namespace: str | None,
     tenant: str,
     older_than: float,
@@ -72,13 +69,13 @@ def command(
     as_json: bool,
     server: str | None,
 ) -> None:
-    """Remove a stored prefix (by its ID), a prompt (by its token ids), or what the options pick out.
+    """Remove a stored prefix (by its ID), a prompt, or what the options pick out.
 
     A prefix goes with all that continues it; chunks that other prefixes share stay, so that those still hit. Options
     narrow each other down; --namespace alone is the whole namespace. The host pools of connected engines are included,
     and other nodes remove it too where disk and shared tier are both meant. What is pinned stays, unless --force.
     """
-    prompt = read_prompt(tokens, tokens_file, salt, salt_file)
+    prompt = read_prompt(given)
     if prefix is not None and prompt is not None:
         raise click.UsageError("an id and a prompt are both given; give one of them")
     select = Select(
@@ -94,7 +91,7 @@ def command(
     )
     picks = bool(tenant or older_than or unused_for or free)
     if prefix is None and prompt is None and namespace is None and not picks:
-        raise click.UsageError("nothing is named; give an id, --tokens, --tokens-file or --namespace")
+        raise click.UsageError("nothing is named; give an id, a prompt (--tokens, --text, --chat) or --namespace")
     with connect(server) as store:
         select = _complete(store, select, prompt, picks, as_json)
         if prefix is None and prompt is None and not (dry_run or yes):

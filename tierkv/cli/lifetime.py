@@ -55,7 +55,7 @@ def order(command: str, given: dict[str, Any], select: Select) -> dict[str, Any]
         NothingMatchedError: it is not stored in a tier that has lifetimes.
     """
     start = namespace_start(given["namespace"])
-    named = one_prefix(*(given[name] for name in ("prefix", "tokens", "tokens_file", "salt", "salt_file")))
+    named = one_prefix(given["prefix"], given["given"])
     with connect(given["server"]) as store:
         meant = named.select(store, start)
         select = msgspec.structs.replace(

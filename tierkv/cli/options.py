@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ from click.core import ParameterSource
 from tierkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tierkv.cli.prompt import Prompt
+    from tierkv.admin_client import AdminClient
+    from tierkv.cli.prompt import Prompt, PromptOptions
     from tierkv.layout import Namespace
     from tierkv.selection import Select
     from tierkv.transport import Address
@@ -69,6 +71,13 @@ def server_option(function: F) -> F:
         callback=_keep_flag,
         help="Say errors only; see the exit code.",
     )(function)
+    function = click.option(
+        "--timeout",
+        type=Span(),
+        expose_value=False,
+        callback=_keep_timeout,
+        help="How long an answer may take [default: 60s]; a server that is stopped is noticed sooner.",
+    )(function)
     for name, what in reversed(_FILES.items()):
         variable = f"TIERKV_{name.upper()}"
         function = click.option(
@@ -89,6 +98,23 @@ def server_option(function: F) -> F:
 
 def _keep_flag(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     context.meta[f"tierkv.{parameter.name}"] = value
+
+
+def _keep_timeout(context: click.Context, parameter: click.Parameter, value: float | None) -> None:
+    context.meta["tierkv.timeout"] = value
+
+
+def open_server(server: str | None) -> AdminClient:
+    """Return a client of the server that ``--server`` names, which waits for its answers as ``--timeout`` says.
+
+    Raises:
+        ConfigError: the name is of another form, or several servers are meant.
+        UnavailableError: nobody answers there.
+    """
+    from tierkv.admin_client import ADMIN_TIMEOUT_S, AdminClient
+
+    timeout_s = click.get_current_context().meta.get("tierkv.timeout")
+    return AdminClient(server_address(server), timeout_s or ADMIN_TIMEOUT_S)
 
 
 def flag(name: str) -> bool:
@@ -196,15 +222,29 @@ def _keep_text(context: click.Context, parameter: click.Parameter, value: str | 
 
 
 def prompt_options(function: F) -> F:
-    """Add the options that give a prompt: ``--tokens``, ``--tokens-file``, ``--salt``, ``--salt-file``."""
+    """Add the options that give a prompt; the verb takes them as one argument, ``given``."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **values: Any) -> Any:
+        from tierkv.cli.prompt import PromptOptions
+
+        given = PromptOptions(**{name: values.pop(name) for name in PromptOptions._fields})
+        return function(*args, given=given, **values)
+
     for option in (
         click.option("--salt-file", metavar="FILE", help="Read the salt from FILE (without its last newline)."),
         click.option("--salt", metavar="TEXT", help="The cache_salt that the prompt's tenant sends."),
+        click.option("--engine-key-file", metavar="FILE", help="Read the engine's API key from FILE."),
+        click.option("--engine", metavar="URL", help="The vLLM server that makes token ids of text or chat."),
+        click.option("--tokenizer", metavar="MODEL", help="Directory of the tokenizer [default: of what is stored]."),
+        click.option("--chat", metavar="FILE", help="Read chat messages, or a request's body, as JSON; - for stdin."),
+        click.option("--text-file", metavar="FILE", help="Read the prompt's text from FILE, or - for standard input."),
+        click.option("--text", metavar="TEXT", help="The prompt as text."),
         click.option("--tokens-file", metavar="FILE", help="Read the token ids from FILE, or - for standard input."),
         click.option("--tokens", metavar="IDS", help="The prompt's token ids: '1 2 3', '1,2,3' or a JSON list."),
     ):
-        function = option(function)
-    return function
+        call = option(call)
+    return call  # type: ignore[return-value]
 
 
 def connect(server: str | None) -> Store:
@@ -215,12 +255,10 @@ def connect(server: str | None) -> Store:
         UnavailableError: nobody answers there.
         RefusedError: the directory is another server's, which cannot be found.
     """
-    from tierkv.admin_client import AdminClient
-
     meta = click.get_current_context().meta
     disk, redis = meta.get("tierkv.disk"), meta.get("tierkv.redis")
     if disk is None and redis is None:
-        return AdminClient(server_address(server))
+        return open_server(server)
     context = click.get_current_context()
     if server is not None and context.get_parameter_source("server") is not ParameterSource.ENVIRONMENT:
         raise click.UsageError("--server and --disk or --redis are both given; give one of them")
@@ -294,9 +332,7 @@ class Named(NamedTuple):
         return Select(ns=start, keys=keys)
 
 
-def one_prefix(
-    prefix: str | None, tokens: str | None, tokens_file: str | None, salt: str | None, salt_file: str | None
-) -> Named:
+def one_prefix(prefix: str | None, given: PromptOptions) -> Named:
     """Return the one prefix that an id or the options of a prompt name.
 
     Raises:
@@ -305,9 +341,9 @@ def one_prefix(
     """
     from tierkv.cli.prompt import read_prompt
 
-    prompt = read_prompt(tokens, tokens_file, salt, salt_file)
+    prompt = read_prompt(given)
     if prefix is None and prompt is None:
-        raise click.UsageError("no prefix is named; give its id, --tokens or --tokens-file")
+        raise click.UsageError("no prefix is named; give its id, or a prompt (--tokens, --text, --chat)")
     if prefix is not None and prompt is not None:
         raise click.UsageError("an id and a prompt are both given; give one of them")
     return Named("" if prefix is None else hex_start(prefix, "id"), prompt)

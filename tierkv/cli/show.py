@@ -19,6 +19,7 @@ from tierkv.cli.options import (
     prompt_options,
     server_option,
 )
+from tierkv.cli.prompt import PromptOptions
 
 _EXAMPLES = """\b
 Examples:
@@ -36,10 +37,7 @@ Examples:
 @server_option
 def command(
     prefix: str | None,
-    tokens: str | None,
-    tokens_file: str | None,
-    salt: str | None,
-    salt_file: str | None,
+    given: PromptOptions,
     namespace: str | None,
     as_json: bool,
     server: str | None,
@@ -49,7 +47,7 @@ def command(
     Payloads are not read: 'tierkv verify ID' does that.
     """
     start = namespace_start(namespace)
-    named = one_prefix(prefix, tokens, tokens_file, salt, salt_file)
+    named = one_prefix(prefix, given)
     with connect(server) as store:
         found = store.ask("TKV.SHOW", named.select(store, start))
     if as_json:
@@ -65,13 +63,15 @@ def _print(found: dict[str, Any]) -> None:
     missing = found["depth_chunks"] - found["num_stored"]
     tokens = found["chunk_tokens"] * (found["depth_chunks"] - 1) + chunks[-1]["tokens"]
     lines = [
-        f"{found['id']}: {found['num_stored']:,} chunks of {tokens:,} tokens, "
+        f"{found['id']}: {render.plural(found['num_stored'], 'chunk')} of {render.plural(tokens, 'token')}, "
         + ", ".join(f"{render.size(nbytes)} {tier}" for tier, nbytes in found["nbytes"].items()),
         f"namespace {found['namespace']} {found['model']}",
         f"tenant {found['tenant'] or 'none'}",
     ]
     if missing:
-        lines.append(f"{missing:,} chunks before the first of these are missing: it cannot be hit until those are back")
+        them = f"{render.plural(missing, 'chunk')} before the first of these"
+        are, back = ("is", "that is") if missing == 1 else ("are", "those are")
+        lines.append(f"{them} {are} missing: it cannot be hit until {back} back")
     for line in lines:
         console.print(render.clean(line), soft_wrap=True)
     console.print()

@@ -18,6 +18,7 @@ from tierkv.cli.options import (
     server_option,
 )
 from tierkv.cli.progress import steps
+from tierkv.cli.prompt import PromptOptions
 
 _EXAMPLES = """\b
 Examples:
@@ -36,10 +37,7 @@ _COUNTS = ("num_warmed", "num_there", "num_missing", "num_dropped", "nbytes")
 @server_option
 def command(
     prefix: str | None,
-    tokens: str | None,
-    tokens_file: str | None,
-    salt: str | None,
-    salt_file: str | None,
+    given: PromptOptions,
     namespace: str | None,
     rate: int,
     dry_run: bool,
@@ -50,7 +48,7 @@ def command(
 
     What the disk has already is not copied. Loads of engines go first.
     """
-    named = one_prefix(prefix, tokens, tokens_file, salt, salt_file)
+    named = one_prefix(prefix, given)
     total = dict.fromkeys(_COUNTS, 0)
     num_chunks = 0
     with connect(server) as store:
@@ -59,11 +57,11 @@ def command(
             num_chunks = reply["num_total"]
             for name in _COUNTS:
                 total[name] += reply[name]
+    from tierkv.cli import render
+
     if as_json:
         print_json({"dry_run": dry_run, "num_chunks": num_chunks} | total)
     else:
-        from tierkv.cli import render
-
         would = "Would copy" if dry_run else "Copied"
         copied = f"{render.plural(total['num_warmed'], 'chunk')} ({render.size(total['nbytes'])})"
         render.console().print(
@@ -72,6 +70,7 @@ def command(
             soft_wrap=True,
         )
     if total["num_dropped"]:
-        raise IncompleteError(f"{total['num_dropped']:,} chunks were not stored: the disk has no room or fails")
+        chunks = render.plural(total["num_dropped"], "chunk")
+        raise IncompleteError(f"not stored: {chunks}; the disk has no room or fails")
     if not total["num_warmed"] and not total["num_there"]:
         raise NothingMatchedError("none of its chunks is in the shared tier; 'tierkv show ID' says where they are")
