@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -22,8 +23,12 @@ EXIT_INTERRUPTED = 130
 
 #: The verbs and what the listing says of them: known without importing any.
 VERBS = {
+    "bench": "Measure how fast a running server stores, matches and fetches.",
+    "compact": "Give disk space that records left behind back to the file system.",
     "config": "Check, show and explain the store server's configuration.",
-    "du": "Sum up bytes by namespace, tenant or depth in the prompt.",
+    "copy": "Copy prefixes to another server or Redis.",
+    "doctor": "Check what an engine and its cache stand on, and say what to change.",
+    "du": "Sum up bytes by namespace, tenant, depth in the prompt or age.",
     "events": "Follow stores, fetches and evictions.",
     "evict": "Remove a prefix, a prompt, what is old, or a namespace from the tiers.",
     "export": "Write stored prefixes to a safetensors file.",
@@ -32,6 +37,7 @@ VERBS = {
     "match": "Show how much of a prompt is stored, and where.",
     "ns": "List the namespaces: models, layouts, bytes.",
     "pin": "Keep a prefix, whatever needs its room, for a time.",
+    "report": "Write a page that helps to size the tiers.",
     "session": "List, release or prefetch the sessions that requests name.",
     "serve": "Run a store server in the foreground.",
     "show": "Show a stored prefix chunk by chunk.",
@@ -48,6 +54,9 @@ _MODULES = {"import": "import_"}  # Python's own word
 _EPILOG = """Exit codes: 0 done, 1 nothing matched, 2 bad usage, 3 the server is not reachable, 4 refused or incomplete.
 
 TIERKV_SERVER names the server's socket for every verb but serve and config, TIERKV_DEBUG=1 shows tracebacks."""
+
+
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class NothingMatchedError(TierKVError):
@@ -93,7 +102,7 @@ class _Left(Exception):
     """Carries an exception past click's own handling."""
 
 
-@click.group(cls=LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, epilog=_EPILOG, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="tierkv", message="%(prog)s %(version)s")
 def cli() -> None:
     """TierKV keeps an LLM engine's KV cache alive below the GPU: in host memory, on disk and in a shared Redis."""

@@ -77,6 +77,12 @@ class Prompt:
         return found
 
 
+def token_prompt(ids: Sequence[int], salt: bytes = b"") -> Prompt:
+    """Return the prompt of these token ids."""
+    tokens = list(ids)
+    return Prompt(salt, lambda namespace: tokens, len(tokens))
+
+
 def read_prompt(given: PromptOptions) -> Prompt | None:
     """Return the prompt that the options give, None for none.
 
@@ -91,8 +97,7 @@ def read_prompt(given: PromptOptions) -> Prompt | None:
     salt, kind = _salt(given), kinds[0]
     value: str = getattr(given, kind)
     if kind in ("tokens", "tokens_file"):
-        ids = parse_tokens(value if kind == "tokens" else _read_text(value, kind))
-        return Prompt(salt, lambda namespace: ids, len(ids))
+        return token_prompt(parse_tokens(value if kind == "tokens" else _read_text(value, kind)), salt)
     request = {"prompt": value if kind == "text" else _read_text(value, kind)}
     if kind == "chat":
         request = parse_chat(_read_text(value, kind))

@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import CollectorRegistry
 
-from tierkv.cli.prompt import Prompt
+from tierkv.cli.prompt import token_prompt
 from tierkv.messages import Select
 from tierkv.prefixes import sum_by_tier
 from tierkv.sessions import SessionSelect
@@ -116,27 +116,33 @@ class Api:
         """Return what tenants have."""
         return {"usage": self._inspector.usage(Select(ns=query.ns, tenant=query.tenant, tiers=list(query.tier)))}
 
+    def reuse(self) -> dict[str, Any]:
+        """Return what tiers of other sizes would have hit."""
+        return self._inspector.reuse()
+
     def prefixes(self, query: ListQuery) -> dict[str, Any]:
         """Return the stored prefixes that fit, a page of them."""
-        select = Select(ns=query.ns, prefix=query.prefix, tenant=query.tenant, tiers=list(query.tier))
-        rows = self._inspector.ls(select)
-        rows.sort(key=lambda row: -_rank(row, query.sort))
-        return {
-            "total": len(rows),
-            "offset": query.offset,
-            "prefixes": rows[query.offset : query.offset + query.limit],
-        }
+        select = Select(
+            ns=query.ns,
+            prefix=query.prefix,
+            tenant=query.tenant,
+            tiers=list(query.tier),
+            sort=query.sort,
+            limit=query.limit,
+        )
+        return self._inspector.page(select, query.offset) | {"offset": query.offset}
 
     def prefix(self, query: NamespaceQuery, start: str) -> dict[str, Any]:
         """Return the one stored prefix whose key starts with ``start``."""
         if not start or len(start) > 64 or set(start) - set("0123456789abcdef"):
             raise ApiError(400, f"{start[:80]!r} is not an id: those are hexadecimal digits, at most 64")
-        rows = self._inspector.ls(Select(ns=query.ns, prefix=start))
-        if not rows:
+        page = self._inspector.page(Select(ns=query.ns, prefix=start, limit=1))
+        if not page["total"]:
             raise ApiError(404, f"no stored prefix has the id {start!r}; /v1/prefixes lists them")
-        if len(rows) > 1:
-            raise ApiError(409, f"{len(rows)} stored prefixes start with {start!r}; give more digits, or ns")
-        return rows[0]
+        if page["total"] > 1:
+            raise ApiError(409, f"{page['total']} stored prefixes start with {start!r}; give more digits, or ns")
+        row: dict[str, Any] = page["prefixes"][0]
+        return row
 
     def tree(self, query: TreeQuery) -> dict[str, Any]:
         """Return the stored prefixes as trees."""
@@ -230,7 +236,7 @@ class Api:
         if not body.tokens:
             return None
         known = {i.hex(): n for i, n in self._inspector.namespaces().items() if i.hex().startswith(body.ns)}
-        return Prompt(body.tokens, body.salt.encode()).keys(known)
+        return token_prompt(body.tokens, body.salt.encode()).keys(known)
 
     def _select(self, body: PrefixBody) -> Select:
         keys = self._keys(body)
