@@ -29,6 +29,7 @@ from fake_engine import make_namespace as engine_namespace
 from records import Buffers, make_chain, make_namespace
 from servers import RedisServer, free_port, server_binaries, start_redis
 from store_process import store_server
+from tierkv.bench.process import cpu_seconds
 from tierkv.config import Spill
 from tierkv.hostindex import Fetch
 from tierkv.keys import anchor_index
@@ -65,7 +66,7 @@ class Bench:
             self.cpu_s.append(cpu)
 
     def _cpu(self) -> float:
-        return time.process_time() + sum(cpu_seconds(pid) for pid in self.pids)
+        return time.process_time() + sum(cpu_seconds(pid) or 0.0 for pid in self.pids)
 
     @property
     def median_s(self) -> float:
@@ -79,12 +80,6 @@ class Bench:
     @property
     def cpu_ms_per_gb(self) -> float:
         return 1e3 * statistics.median(self.cpu_s) / (self.nbytes / 1e9)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process has used, in seconds (to a hundredth)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memcpy() -> Bench:

@@ -27,6 +27,10 @@ class NotFoundError(RefusedError):
     """What was named is not stored."""
 
 
+class DamagedError(RefusedError):
+    """What was stored under the name that was given failed verification."""
+
+
 class ProtocolError(TierKVError):
     """Bytes that are not the protocol. The connection they came from is closed; it cannot be trusted again."""
 

@@ -21,6 +21,10 @@ COMPUTED, USED, EVICTED = 0, 1, 2
 NOTED, WANTED = b".", b"w"
 #: Kinds of "filter" pushes: a whole filter, more keys, none any more (ask).
 WHOLE_FILTER, MORE_KEYS, NO_FILTER = 0, 1, 2
+#: Number of an ANSWER that nobody asked for: the counters of an engine that is about to leave.
+FAREWELL = 0
+#: What gave the chunks that requests asked for: vLLM's own cache, or the counter of each, in the order of a report.
+SOURCES = ("gpu", "host_hits", "disk_hits", "shared_hits", "missed")
 
 
 class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -116,3 +120,24 @@ class HostStat(msgspec.Struct, frozen=True):
     budget: int
     num_evicted: int
     counters: dict[str, int]
+
+
+class AskedReport(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine's requests asked for since its last report. New fields go to the end, with defaults.
+
+    Attributes:
+        threshold: keys that begin with less than these 8 bytes are in the sample.
+        num_asked: keys that the requests asked for, in the sample or not.
+        num_below: those that were neither on the GPU nor in the host pool.
+        num_lost: keys that requests asked for and that no report tells of.
+        sources: what gave chunks, by :data:`SOURCES`; the GPU's are what was there as a request arrived.
+        requests: of each request with a key in the sample: the first 8 bytes of those keys, root first, concatenated;
+            how many of them, the last ones, were below the host pool; whether any key was, sampled or not.
+    """
+
+    threshold: bytes
+    num_asked: int
+    num_below: int
+    num_lost: int
+    sources: list[int]
+    requests: list[tuple[bytes, int, bool]]

@@ -124,9 +124,14 @@ class Forest:
     def add_entry(self, tier: str, entry: EntryInfo) -> None:
         """Note that ``tier`` has ``entry``."""
         e = entry
-        self.add(tier, e.key, e.parent, e.position, e.num_tokens, e.nbytes, e.num_hits, e.last_used)
-        node = self.nodes[e.key]
-        node.created = min(node.created, e.created) if node.created else e.created
+        node = self.nodes.get(e.key)
+        if node is None:  # a large store's listing consists of this
+            node = self.nodes[e.key] = Node(e.key, e.parent, e.position, e.num_tokens)
+            node.nbytes[tier], node.num_copies[tier] = e.nbytes, 1
+            node.num_hits, node.last_used, node.created = e.num_hits, e.last_used, e.created
+        else:
+            self.add(tier, e.key, e.parent, e.position, e.num_tokens, e.nbytes, e.num_hits, e.last_used)
+            node.created = min(node.created, e.created) if node.created else e.created
         node.expires[tier] = e.expires
         node.tenant, node.anchor = e.tenant, e.anchor
         if e.pins:

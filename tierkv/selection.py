@@ -30,7 +30,7 @@ class Select(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         min_nbytes, max_nbytes: only prefixes whose chunks have so many bytes over all tiers; 0: any size.
         pinned: only prefixes that are pinned, or (False) are not; None: both.
         sort: how rows are ordered; empty: most recently used first.
-        by: what bytes are summed up by: ``namespace``, ``tenant`` or ``depth``.
+        by: what bytes are summed up by: ``namespace``, ``tenant``, ``depth`` or ``age``.
         limit: rows, runs or events at most; 0: all.
         free_nbytes: evict least recently used leaves until so many bytes are free.
         cursor: where a command that works in steps goes on; empty: at the start.

@@ -378,8 +378,9 @@ def _example_fields(kind: type[Part], part: str) -> Iterator[str]:
     for field in kind.fields():
         about = field.about
         words = f" ({', '.join(about.words)})" if about.words else ""
-        what = about.what.replace("`", "") + words
-        yield f"# {what[:1].upper()}{what[1:]}."
+        what = about.what + words
+        sentence = what[:1].upper() + what[1:]  # but for a name in backticks
+        yield f"# {sentence.replace('`', '')}."
         if about.kind is Kind.SIZES:
             yield f"#[{part}.{field.file_name}]"
             yield f'#"{"0123456789abcdef" * 2}" = "100GiB"'

@@ -61,7 +61,10 @@ _READER = (
     b"TKV.TREE",
     b"TKV.DU",
     b"TKV.LOCATE",
+    b"TKV.CHUNKS",
+    b"TKV.STORED",
     b"TKV.USAGE",
+    b"TKV.REUSE",
     b"TKV.EVENTS",
     b"TKV.SLOW",
     b"TKV.SESSIONS",
@@ -77,6 +80,7 @@ _ENGINE = (
     b"TKV.STORE",
     b"TKV.USE",
     b"TKV.TURN",
+    b"TKV.ASKED",
     b"TKV.DRAIN",
 )
 _COMMANDS = {

@@ -16,20 +16,24 @@ import msgspec
 
 from tierkv import __version__
 from tierkv.config import PROTOCOL_VERSION, shared_digest
-from tierkv.errors import BusyError, NotFoundError, RefusedError, TierKVError
+from tierkv.errors import BusyError, DamagedError, NotFoundError, RefusedError, TierKVError
+from tierkv.health import Repeated
 from tierkv.keys import KEY_NBYTES
 from tierkv.layout import Namespace
-from tierkv.messages import Hello, Select, StoreItem, Welcome
+from tierkv.messages import FAREWELL, AskedReport, Hello, HostStat, Select, StoreItem, Welcome
 from tierkv.pool import HostPool
 from tierkv.resp import Error, Simple, Value
 from tierkv.server_config import ServerConfig
 from tierkv.sessions import SESSION_NBYTES, SessionSelect, SessionTurn
 from tierkv.sizes import MAX_DURATION_S
 from tierkv.tiers.base import Ref
+from tierkv.tiers.disk import DiskTier
 from tierkv.urls import redact_url
 from tierkv_server.access import AUTH_DELAY_S, MAX_AUTH_TRIES, Access, Role, may
+from tierkv_server.chunks import Chunks
+from tierkv_server.compact import Compactor
 from tierkv_server.connection import Connection
-from tierkv_server.dump import dump, restore
+from tierkv_server.dump import dump, restore, stored
 from tierkv_server.inline import InlineMemory, Payloads
 from tierkv_server.inspect import Inspector
 from tierkv_server.service import Service, make_refs
@@ -43,7 +47,10 @@ logger = logging.getLogger("tierkv")
 Reply = Value | str | dict[str, Value | str] | Payloads
 
 MAX_KEYS = 1 << 17
+MAX_FAREWELL_NBYTES = 64 << 10
 _MAX_DRAIN_S = 60.0
+#: Times in commands are before this, in the year 5138.
+MAX_TIME_S = 1e11
 
 
 class Commands:
@@ -61,6 +68,7 @@ class Commands:
         self._service = service
         self._config = config
         self._leave = leave
+        self._unforeseen = Repeated()
         self._access = access
         self._inline = InlineMemory()
         self.reload: Callable[[], list[str]] = lambda: []  #: reads the configuration again (TKV.RELOAD)
@@ -73,6 +81,11 @@ class Commands:
         self.inspector = Inspector(service, about)
         self._verifier = Verifier(self.inspector, lambda: service.moves.loads.wait_for_none(MAX_YIELD_S))
         self._warmer = Warmer(service, self.inspector)
+        self._chunks = Chunks(self.inspector)
+        self._compactor: Compactor | None = None
+        if isinstance(service.disk, DiskTier):
+            yielding = lambda: service.moves.loads.wait_for_none(MAX_YIELD_S)  # noqa: E731
+            self._compactor = Compactor(service.disk, self.inspector.chosen, yielding)
         self._table: dict[bytes, Callable[[Connection, Sequence[bytes]], Reply]] = {
             b"PING": lambda c, args: args[0] if args else Simple("PONG"),
             b"ECHO": lambda c, args: args[0],
@@ -92,9 +105,11 @@ class Commands:
             b"TKV.STORE": self._store,
             b"TKV.USE": self._use,
             b"TKV.TURN": self._turn,
+            b"TKV.ASKED": self._asked,
             b"TKV.DRAIN": self._drain,
             b"TKV.RELOAD": lambda c, args: _json(self.reload()),
             b"TKV.STAT": lambda c, args: _json(self.inspector.stat()),
+            b"TKV.ROOM": lambda c, args: _json(self.inspector.room()),
             b"TKV.NS": lambda c, args: _json({i.hex(): n for i, n in self.inspector.namespaces().items()}),
             b"TKV.LS": lambda c, args: _json(self.inspector.ls(_select(args))),
             b"TKV.PAGE": lambda c, args: _json(self.inspector.page(_select(args))),
@@ -103,15 +118,21 @@ class Commands:
             b"TKV.DU": lambda c, args: _json(self.inspector.du(_select(args))),
             b"TKV.VERIFY": lambda c, args: _json(self._verifier.step(_select(args))),
             b"TKV.WARM": lambda c, args: _json(self._warmer.step(_select(args))),
+            b"TKV.COMPACT": lambda c, args: _json(self._compact(_select(args))),
             b"TKV.EVENTS": lambda c, args: _json(self._events(_select(args))),
             b"TKV.SLOW": lambda c, args: _json(self._service.events.slow(_select(args).limit)),
             b"TKV.DUMP": lambda c, args: dump(self._service, args[0], _ref(args[1:])),
-            b"TKV.RESTORE": lambda c, args: restore(self._service, Namespace.from_json(args[0]), args[1]),
+            b"TKV.RESTORE": lambda c, args: restore(
+                self._service, Namespace.from_json(args[0]), args[1], _time(args[2]) if len(args) > 2 else 0.0
+            ),
+            b"TKV.CHUNKS": lambda c, args: _json(self._chunks.step(_select(args))),
+            b"TKV.STORED": lambda c, args: stored(self._service, args[0], _refs(args[1])),
             b"TKV.LOCATE": lambda c, args: _json(self.inspector.locate(_select(args))),
             b"TKV.EVICT": lambda c, args: _json(self.inspector.evict(_select(args))),
             b"TKV.PIN": lambda c, args: _json(self.inspector.pin(_select(args))),
             b"TKV.UNPIN": lambda c, args: _json(self.inspector.unpin(_select(args))),
             b"TKV.TTL": lambda c, args: _json(self.inspector.ttl(_select(args))),
+            b"TKV.REUSE": lambda c, args: _json(self.inspector.reuse()),
             b"TKV.USAGE": lambda c, args: _json(self.inspector.usage(_select(args))),
             b"TKV.SESSIONS": lambda c, args: _json(self.inspector.sessions(_session_select(args))),
             b"TKV.SESSION": self._session_order,
@@ -135,6 +156,8 @@ class Commands:
             return Error(f"NOTFOUND {error}")
         except BusyError as error:
             return Error(f"BUSY {error}")
+        except DamagedError as error:
+            return Error(f"DAMAGED {error}")
         except RefusedError as error:
             return Error(f"REFUSED {error}")
         except (IndexError, ValueError, ArithmeticError, struct.error, msgspec.MsgspecError) as error:
@@ -142,7 +165,7 @@ class Commands:
         except TierKVError as error:
             return Error(f"ERR {error}")
         except Exception as error:  # a fault here must not take the server down
-            logger.exception("%s failed", name.decode())
+            self._unforeseen.note("%s failed", name.decode(), exc_info=True)
             return Error(f"ERR {name.decode()} failed: {error!r}")
         finally:
             for fd in connection.take_fds():  # nobody wanted them
@@ -274,7 +297,10 @@ class Commands:
         return Simple("OK")
 
     def _answer(self, connection: Connection, args: Sequence[bytes]) -> Value:
-        connection.need_session().answer(int(args[0]), args[1])
+        session, number, body = connection.need_session(), int(args[0]), args[1]
+        if number == FAREWELL and len(body) <= MAX_FAREWELL_NBYTES:
+            session.farewell = msgspec.json.decode(body, type=HostStat)
+        session.answer(number, body)
         return Simple("OK")
 
     # -- payloads
@@ -321,6 +347,10 @@ class Commands:
             self._service.session_table.turn(namespace, turn)
         return Simple("OK")
 
+    def _asked(self, connection: Connection, args: Sequence[bytes]) -> bytes:
+        session = connection.need_session()
+        return self._service.reuse.note(session, msgspec.msgpack.decode(args[0], type=AskedReport))
+
     def _session_order(self, connection: Connection, args: Sequence[bytes]) -> bytes:
         order, select = args[0].lower(), _session_select(args[1:])
         if order == b"release":
@@ -332,6 +362,11 @@ class Commands:
     def _drain(self, connection: Connection, args: Sequence[bytes]) -> int:
         timeout_s = float(args[0]) if args else _MAX_DRAIN_S
         return int(self._service.drain(min(timeout_s, _MAX_DRAIN_S)))
+
+    def _compact(self, select: Select) -> dict[str, Any]:
+        if self._compactor is None:
+            raise RefusedError("this server's disk tier keeps no files that could be compacted")
+        return self._compactor.step(select)
 
     def _events(self, select: Select) -> dict[str, Any]:
         return {"boot": self.boot} | self._service.events.since(select.since, select.limit)
@@ -404,6 +439,22 @@ def _ref(args: Sequence[bytes]) -> Ref:
     if not len(key) == len(anchor) == KEY_NBYTES:
         raise ValueError(f"a key and its anchor have {KEY_NBYTES} bytes each")
     return Ref(key, anchor)
+
+
+def _refs(packed: bytes) -> list[Ref]:
+    """Return refs whose keys and anchors are packed one after the other."""
+    words = _keys(packed)
+    if len(words) % 2:
+        raise ValueError("each key is followed by its anchor")
+    return [Ref(key, anchor) for key, anchor in zip(words[::2], words[1::2], strict=True)]
+
+
+def _time(word: bytes) -> float:
+    """Return a time in seconds since 1970; 0: none."""
+    seconds = float(word)
+    if not 0 <= seconds < MAX_TIME_S:
+        raise ValueError(f"a time is in seconds since 1970, or 0; {seconds!r} came")
+    return seconds
 
 
 def _select(args: Sequence[bytes]) -> Select:

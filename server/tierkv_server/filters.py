@@ -8,7 +8,6 @@ tier it is as good as the news of other nodes: while those do not arrive, engine
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +16,9 @@ import msgspec
 
 from tierkv.errors import UnavailableError
 from tierkv.filter import FINGERPRINT_NBYTES, KeyFilter
+from tierkv.health import Repeated
 from tierkv.messages import MORE_KEYS, NO_FILTER, WHOLE_FILTER
 from tierkv_server.session import Session
-
-logger = logging.getLogger("tierkv")
 
 #: Filters are built anew this often, so that what was evicted goes, and when they have taken more than their capacity.
 REBUILD_S = 300.0
@@ -65,6 +63,7 @@ class FilterPublisher:
         self._filters: dict[bytes, _Filter] = {}
         self._told: dict[str, bool] = {}  # session id -> it has a filter
         self._changed = threading.Condition()
+        self._unforeseen = Repeated()
         self._dirty = False
         self._flushed = 0
         self._wanted = 0
@@ -128,7 +127,7 @@ class FilterPublisher:
             try:
                 self._publish()
             except Exception:  # engines ask, then
-                logger.exception("publishing the filter of stored keys failed in an unforeseen way")
+                self._unforeseen.note("publishing the filter of stored keys failed in an unforeseen way", exc_info=True)
             with self._changed:
                 self._flushed = ticket
                 self._changed.notify_all()

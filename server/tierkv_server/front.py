@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tierkv.errors import ProtocolError
+from tierkv.health import Repeated
 from tierkv.resp import Error, Placed, Value, encode
 from tierkv.server_config import ListenConfig
 from tierkv.transport import tune_tcp
@@ -79,6 +80,8 @@ class Front:
         self._on_gone = on_gone
         self._guard = threading.Lock()
         self._closed = False
+        self._unforeseen = Repeated()
+        self._others = Repeated()
 
     @property
     def tcp_addresses(self) -> list[tuple[str, int]]:
@@ -174,7 +177,7 @@ class Front:
         """Let a peer in that has our user id (or is root), if there is room."""
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid not in (os.getuid(), 0):
-            logger.warning("a connection of user %d was refused: this server serves user %d", uid, os.getuid())
+            self._others.note("a connection of user %d was refused: this server serves user %d", uid, os.getuid())
             sock.close()
             return None
         if len(self.connections) >= self._config.max_connections:
@@ -215,7 +218,7 @@ class Front:
         except OSError as error:  # it has gone, or never wanted TLS
             logger.debug("the connection of %s ended: %s", connection.peer, error)
         except Exception:
-            logger.exception("the connection of %s failed in an unforeseen way", connection.peer)
+            self._unforeseen.note("the connection of %s failed in an unforeseen way", connection.peer, exc_info=True)
         finally:
             self._gone(connection)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from tierkv.messages import HostEntry, HostStat, Select
 from tierkv.prefixes import ID_DIGITS, Forest, Node, least_used
 from tierkv.sessions import SessionSelect
 from tierkv.tiers.base import Pin, Ref, Tier
+from tierkv.tiers.redis_memory import Memory
 from tierkv_server.lister import HOST, Lister
 from tierkv_server.service import Service
 from tierkv_server.session import Session
@@ -43,7 +44,9 @@ class Inspector(Lister):
         super().__init__(service)
         self._service = service
         self._about = about
-        self._started = time.time()
+        self._started = time.monotonic()
+        self.network: Callable[[], dict[str, int]] = dict  #: connections, and counters since start
+        self.fleet: Callable[[], dict[str, int]] = dict  #: counters of this node's part in the fleet's control stream
         self._silent: set[str] = set()  # sessions that did not answer when they were asked last
 
     # -- the engines
@@ -72,6 +75,8 @@ class Inspector(Lister):
                     logger.warning("engine %s did not answer %r in time", session.hello.engine_id, what)
                 self._silent.add(session.id)
             else:
+                if session.id in self._silent:
+                    logger.warning("engine %s answers again", session.hello.engine_id)
                 self._silent.discard(session.id)
                 answers.append((session, answer))
         return answers
@@ -132,7 +137,7 @@ class Inspector(Lister):
         return [
             f"the {s.name} tier takes no writes, deletions among them ({s.reason})"
             for s in stats
-            if s.state == "read-only"
+            if s.state == "read-only" and s.name == self._service.disk.name
         ]
 
     def _tiers_out(self, tiers: Sequence[str]) -> list[str]:
@@ -305,6 +310,33 @@ class Inspector(Lister):
 
     # -- statistics
 
+    def room(self) -> dict[str, Any]:
+        """Return what each tier has room for before it evicts, in bytes (None: not known), and how often it did.
+
+        Of a tier that somebody else bounds, Redis, it is what that one says; evictions there are its own, of any key.
+        """
+        rows = []
+        for tier in self._service.tiers():
+            stat = tier.stat()
+            free: int | None = max(0, stat.budget - stat.nbytes)
+            num_evicted = stat.num_evicted
+            if not stat.budget:
+                memory = cast(_LimitedElsewhere, tier).memory() if hasattr(tier, "memory") else Memory(None, 0)
+                free, num_evicted = memory.free_nbytes, num_evicted + memory.num_evicted
+            rows.append({"name": stat.name, "free_nbytes": free, "num_evicted": num_evicted})
+        return {"tiers": rows}
+
+    def take_farewells(self) -> list[dict[str, Any]]:
+        """Return the rows of engines that have left since the last call, as they were when they left."""
+        farewells, rows = self._service.farewells, []
+        while farewells:
+            rows.append(msgspec.to_builtins(farewells.popleft()))
+        return rows
+
+    def reuse(self) -> dict[str, Any]:
+        """Return what host pools and disks of other sizes would have hit, and what gave chunks over the last day."""
+        return self._service.reuse.describe(self.namespaces())
+
     def stat(self) -> dict[str, Any]:
         """Return the state of the server, its tiers and its engines."""
         service = self._service
@@ -323,7 +355,7 @@ class Inspector(Lister):
             | {
                 "version": __version__,
                 "pid": os.getpid(),
-                "uptime_s": round(time.time() - self._started, 3),
+                "uptime_s": round(time.monotonic() - self._started, 3),
                 "num_engines": len(service.sessions),
                 "num_silent_engines": silent,
                 "num_stale": service.moves.num_stale,
@@ -331,6 +363,8 @@ class Inspector(Lister):
                 "num_declined": service.storer.num_declined,
                 "num_joined": service.fetcher.flights.num_joined,
                 "num_brought": service.session_table.num_brought if service.session_table else 0,
+                "network": self.network(),
+                "fleet": self.fleet(),
                 "spill": {tier: policy.value for tier, policy in service.moves.spill.policies.items()},
             },
             "tiers": tiers,
@@ -340,6 +374,12 @@ class Inspector(Lister):
                 for i, n in self.namespaces().items()
             ],
         }
+
+
+class _LimitedElsewhere(Protocol):
+    """A tier whose room somebody else bounds."""
+
+    def memory(self) -> Memory: ...
 
 
 def _narrows(select: Select) -> bool:

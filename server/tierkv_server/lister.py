@@ -6,6 +6,7 @@ The engines' pools are asked through :meth:`Lister.ask_engines`, which a running
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,15 +26,17 @@ from tierkv_server.session import Session
 
 HOST = "host"
 TIER_NAMES = (HOST, "disk", "shared")
-_SORTS: dict[str, Callable[[Prefix], float]] = {
-    "last_used": lambda p: p.last_used,
-    "hits": lambda p: p.hits,
-    "nbytes": lambda p: sum(p.nbytes.values()),
-    "tokens": lambda p: p.leaf.position,
-    "created": lambda p: p.created,
+_SORTS: dict[str, Callable[[Prefix, Namespace], float]] = {
+    "last_used": lambda p, _: p.last_used,
+    "hits": lambda p, _: p.hits,
+    "nbytes": lambda p, _: sum(p.nbytes.values()),
+    "tokens": lambda p, namespace: _num_tokens(p.leaf, namespace),
+    "created": lambda p, _: p.created,
 }
 TREE_SORTS = ("last_used", "hits", "nbytes")
-DU_KEYS = ("namespace", "tenant", "depth")
+DU_KEYS = ("namespace", "tenant", "depth", "age")
+#: Ages (seconds since the last use) at which a row of a sum by age ends.
+AGES_S = (60, 600, 3600, 6 * 3600, 86400, 7 * 86400)
 _TREE_LIMIT = 200
 
 
@@ -154,8 +157,10 @@ class Lister:
         rows: list[dict[str, Any]] = self.page(select)["prefixes"]
         return rows
 
-    def page(self, select: Select) -> dict[str, Any]:
-        """Return the stored prefixes that fit, at most ``select.limit`` rows, and how many there are in all.
+    def page(self, select: Select, offset: int = 0) -> dict[str, Any]:
+        """Return the stored prefixes that fit, and how many there are in all: ``select.limit`` rows from ``offset`` on.
+
+        Rows are made of those that are returned alone, and what is kept meanwhile is bounded by the last of them.
 
         Raises:
             RefusedError: the order is unknown.
@@ -164,15 +169,27 @@ class Lister:
         if rank is None:
             raise RefusedError(f"sort {select.sort!r} is unknown; sort by one of " + ", ".join(_SORTS))
         tiers, now = set(self.tier_names(select)), time.time()
-        found: list[tuple[bytes, Namespace, Prefix]] = []
-        for ns_id, namespace, forest in self.forests(select):
-            with PAUSE:
-                found += [(ns_id, namespace, p) for p in forest.prefixes() if _fits(p, select, tiers, now)]
+        total = 0
+
+        def fitting() -> Iterator[tuple[bytes, Namespace, Prefix]]:
+            nonlocal total
+            for ns_id, namespace, forest in self.forests(select):
+                with PAUSE:
+                    for prefix in forest.prefixes():
+                        if _fits(prefix, select, tiers, now):
+                            total += 1
+                            yield ns_id, namespace, prefix
+
         if select.limit:
-            shown = heapq.nlargest(select.limit, found, key=lambda item: rank(item[2]))
+            first = heapq.nlargest(offset + select.limit, fitting(), key=lambda item: rank(item[2], item[1]))
         else:
-            shown = sorted(found, key=lambda item: -rank(item[2]))
-        return {"total": len(found), "prefixes": [_row(p, i, n) for i, n, p in shown]}
+            first = sorted(fitting(), key=lambda item: -rank(item[2], item[1]))
+        return {"total": total, "prefixes": [_row(p, i, n) for i, n, p in first[offset:]]}
+
+    def fitting(self, forest: Forest, select: Select) -> list[Prefix]:
+        """Return the prefixes of a forest that fit, those that were used last first."""
+        tiers, now = set(self.tier_names(select)), time.time()
+        return sorted((p for p in forest.prefixes() if _fits(p, select, tiers, now)), key=lambda p: -p.last_used)
 
     def show(self, select: Select) -> dict[str, Any]:
         """Return one stored prefix, chunk by chunk.
@@ -222,9 +239,9 @@ class Lister:
         return {"namespaces": sorted(rows, key=lambda row: -sum(row["nbytes"].values()))}
 
     def du(self, select: Select) -> dict[str, Any]:
-        """Return chunks and bytes by tier, summed up by namespace, by tenant, or by depth in the prompt.
+        """Return chunks and bytes by tier, summed up by namespace, tenant, depth in the prompt, or age.
 
-        Depths are spans of chunks that double: 0, 1, 2 to 3, 4 to 7, and so on.
+        Depths are spans of chunks that double: 0, 1, 2 to 3, 4 to 7, and so on. Ages are times since the last use.
 
         Raises:
             RefusedError: ``select.by`` is unknown.
@@ -235,13 +252,14 @@ class Lister:
         tiers = self.tier_names(select)
         sums: dict[tuple[bytes, bytes, int], _Sum] = {}
         spaces = self.chosen(select)
+        now = time.time()
         for ns_id in spaces:
             if by == "namespace":
                 sums[ns_id, b"", 0] = _Sum()
             for node in self.forest(ns_id).nodes.values():
                 if not select.tenant or node.tenant.hex().startswith(select.tenant):
                     tenant = node.tenant if by == "tenant" else b""
-                    span = node.position.bit_length() if by == "depth" else 0
+                    span = _span(node, by, now)
                     sums.setdefault((ns_id, tenant, span), _Sum()).add(node, tiers)
         total = _Sum()
         rows = []
@@ -254,9 +272,14 @@ class Lister:
                 chunk_tokens = spaces[ns_id].layout.chunk_tokens
                 row["from_token"] = ((1 << span) >> 1) * chunk_tokens
                 row["to_token"] = (1 << span) * chunk_tokens
+            if by == "age":
+                row["from_s"] = AGES_S[span - 1] if span else 0
+                row["to_s"] = AGES_S[span] if span < len(AGES_S) else None
             rows.append(row)
         if by == "depth":
             rows.sort(key=lambda row: (row["namespace"], row["from_token"]))
+        elif by == "age":
+            rows.sort(key=lambda row: (row["namespace"], row["from_s"]))
         else:
             rows.sort(key=lambda row: (-sum(row["nbytes"].values()), row["namespace"]))
         return {"by": by, "total": total.describe(), "num_rows": len(rows), "rows": rows[: select.limit or None]}
@@ -301,6 +324,13 @@ class Lister:
                 if there:
                     where[i].append(tier.name)
         return where
+
+
+def _span(node: Node, by: str, now: float) -> int:
+    """Return which of a namespace's rows a chunk belongs to."""
+    if by == "depth":
+        return node.position.bit_length()
+    return bisect.bisect_right(AGES_S, now - node.last_used) if by == "age" else 0
 
 
 class _Sum:
@@ -357,7 +387,7 @@ def _row(prefix: Prefix, ns_id: bytes, namespace: Namespace) -> dict[str, Any]:
         "model": namespace.model,
         "depth_chunks": leaf.position + 1,
         "depth_blocks": (leaf.position + 1) * layout.blocks_per_chunk,
-        "tokens": leaf.position * layout.chunk_tokens + leaf.num_tokens,
+        "tokens": _num_tokens(leaf, namespace),
         "num_stored": prefix.num_stored,
         "branch": prefix.branch.key.hex()[:ID_DIGITS] if prefix.branch else "",
         "nbytes": prefix.nbytes,
@@ -369,6 +399,11 @@ def _row(prefix: Prefix, ns_id: bytes, namespace: Namespace) -> dict[str, Any]:
         "hits": prefix.hits,
         "last_used": prefix.last_used,
     }
+
+
+def _num_tokens(leaf: Node, namespace: Namespace) -> int:
+    """Return the tokens from the start of the prompt to the end of its last chunk."""
+    return leaf.position * namespace.layout.chunk_tokens + leaf.num_tokens
 
 
 def _chunk(node: Node) -> dict[str, Any]:

@@ -95,6 +95,9 @@ class Server:
             self.commands = Commands(self.service, config, self._leave.set, self.access)
             self.node = Node(self.service, self.commands.inspector, config.disk_dir)
             undo.callback(self.node.close)
+            self.commands.inspector.network = self.network
+            if self.node.feed is not None:
+                self.commands.inspector.fleet = lambda feed=self.node.feed: feed.stat()._asdict()  # type: ignore[misc]
             self.commands.reload = Reloader(self).reload  # refuses; whoever read a file puts another in its place
             sockets = [undo.enter_context(listener or listen(config.socket, config.listen.socket_mode))]
             if self._made_socket:
@@ -120,6 +123,7 @@ class Server:
         finally:
             self._drain()
             self.close()
+            logger.info("stopped")
 
     def leave(self) -> None:
         """Make :meth:`run` return when what is queued is written; the second time, at once."""

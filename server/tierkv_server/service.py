@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -19,12 +19,13 @@ from tierkv.config import Spill
 from tierkv.errors import UnavailableError
 from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
-from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, HostEntry, StoreItem
+from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, HostEntry, HostStat, StoreItem
 from tierkv.tiers.base import Record, Ref, Tier
 from tierkv_server.events import FETCHED, KEPT, Events
 from tierkv_server.fetch import Fetcher
 from tierkv_server.filters import FilterPublisher
 from tierkv_server.moves import Moves
+from tierkv_server.reuse import ReuseTable
 from tierkv_server.session import Session
 from tierkv_server.sessions_table import SessionTable
 from tierkv_server.store import Storer
@@ -49,6 +50,7 @@ class Service:
         on_stored: called with a tier's name, a namespace id and the keys that are stored there now.
         filters: tells the engines what is stored; set by whoever runs the service.
         events: what happened lately.
+        farewells: what engines that left had counted, until somebody takes it.
         session_table: the sessions that engines tell of; set likewise, owned.
     """
 
@@ -65,6 +67,8 @@ class Service:
         self.filters: FilterPublisher | None = None
         self.session_table: SessionTable | None = None
         self.events = Events()
+        self.reuse = ReuseTable(lambda: disk.stat().budget)
+        self.farewells: deque[HostStat] = deque(maxlen=MAX_LEFT)
         self._left: OrderedDict[tuple[str, int, bytes], int] = OrderedDict()  # engines -> evictions they have heard of
         self._lock = threading.Lock()
 
@@ -86,6 +90,8 @@ class Service:
                 self._left[_engine(session)] = session.opened_at if session.since is None else session.since
                 while len(self._left) > MAX_LEFT:
                     self._left.popitem(last=False)
+        if session.farewell is not None:
+            self.farewells.append(session.farewell)
         session.end()
 
     def subscribed(self, session: Session) -> None:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 
 from tierkv.errors import UnavailableError
-from tierkv.messages import Hello
+from tierkv.messages import Hello, HostStat
 from tierkv.pool import HostPool
 from tierkv.resp import encode
 from tierkv_server.stream import Stream
@@ -41,6 +41,7 @@ class Session:
         self.hello = hello
         self.pool = pool
         self.ns_id = hello.namespace.ns_id()
+        self.farewell: HostStat | None = None  #: what it had counted when it left
         self.opened_at = 0  #: number of evictions when it was opened
         #: Of an engine that was here before: number of evictions that it had surely heard of; None when it knows all.
         self.since: int | None = None

@@ -7,7 +7,6 @@ stored. Pins are of the owner ``session:<digest>`` and end by themselves; they o
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierkv.errors import NotFoundError, RefusedError
+from tierkv.health import Repeated
 from tierkv.keys import KEY_NBYTES
 from tierkv.layout import Namespace
 from tierkv.payload import record_nbytes
@@ -22,8 +22,6 @@ from tierkv.server_config import ServerConfig
 from tierkv.sessions import Session, SessionBook, SessionLimits, SessionSelect, SessionTurn
 from tierkv.tiers.base import Pin, Ref
 from tierkv_server.moves import Moves
-
-logger = logging.getLogger("tierkv")
 
 #: Pins follow a store within this time, all that were stored by then at once.
 _SETTLE_S = 0.1
@@ -67,6 +65,7 @@ class SessionTable:
         self._busy = False
         self._closed = False
         self._changed = threading.Condition()
+        self._unforeseen = Repeated()
         self._thread = threading.Thread(target=self._run, name="tierkv-sessions", daemon=True)
         self._thread.start()
 
@@ -222,7 +221,7 @@ class SessionTable:
                         ns_id, self._make_refs(_keys(chain), 0, b""), lambda: self._closed
                     )
             except Exception:  # nothing here may stop the thread
-                logger.exception("the sessions' thread failed in an unforeseen way")
+                self._unforeseen.note("the sessions' thread failed in an unforeseen way", exc_info=True)
 
     def _pin(self, session_id: bytes) -> None:
         """Make the pins of a session what its last turn asked for, on the disk as far as that has it.

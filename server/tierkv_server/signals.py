@@ -95,7 +95,7 @@ class Signals:
         if number == signal.SIGHUP and not self._hung_up():
             self._reload()
         elif number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            self._leave()
+            self._leave(number)
 
     def _hung_up(self) -> bool:
         """Return whether the signal says that the terminal is gone, from which a person started this server."""
@@ -109,10 +109,11 @@ class Signals:
         self._reloader.try_reload()
         notify("READY=1", f"STATUS={self._server.describe()}")
 
-    def _leave(self) -> None:
+    def _leave(self, number: int) -> None:
         if self._server.leaving:
             self._cut_short("told twice to leave")
             return
+        logger.info("%s: leaving", signal.Signals(number).name)
         bound_s = self._server.config.drain_s + CLOSE_S
         notify("STOPPING=1")
         timer = threading.Timer(bound_s, self._cut_short, (f"not done {bound_s:g} s after the signal",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -11,16 +10,16 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from tierkv.errors import UnavailableError
+from tierkv.health import Repeated
 from tierkv.tiers.base import Record, Ref, Status, Tier
 from tierkv_server.staging import Buffer
-
-logger = logging.getLogger("tierkv")
-
 
 #: How long a batch of stores makes way for loads at most: a busy node stores too.
 MAX_YIELD_S = 0.25
 #: A plan's next fetch comes this soon after one; stores wait for that pause.
 _QUIET_S = 0.01
+#: How often a store that waits for others looks whether they hang.
+_PATIENCE_S = 0.5
 
 
 class Loads:
@@ -113,6 +112,7 @@ class TierWriter:
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._closed = False
+        self._unforeseen = Repeated()
         self.refusing = False  #: take nothing more: the server is leaving
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{tier.name}-writer", daemon=True)
         self._thread.start()
@@ -136,9 +136,17 @@ class TierWriter:
         return True
 
     def write_now(self, jobs: Sequence[Job]) -> list[Status]:
-        """Store records of one namespace at once, past the queue, and return a status each."""
-        with self._writing:
+        """Store records of one namespace at once, past the queue, and return a status each.
+
+        Who waits for a write that hangs in the tier is told that his failed: the tier says then that it takes none.
+        """
+        while not self._writing.acquire(timeout=_PATIENCE_S):
+            if self.tier.stat().state != "up":
+                return [Status.ERROR] * len(jobs)
+        try:
             return self._store(jobs)
+        finally:
+            self._writing.release()
 
     def evict(self, ns_id: bytes | None, keys: set[bytes] | None) -> EvictGuard:
         """Return a context in which none of ``keys`` is queued, and no batch is being written.
@@ -208,12 +216,14 @@ class TierWriter:
         except UnavailableError:
             results = [Status.ERROR] * len(jobs)
         except Exception:  # a tier must not raise; if one does, serving goes on
-            logger.exception("the %s tier failed in an unforeseen way", self.tier.name)
+            self._unforeseen.note("the %s tier failed in an unforeseen way", self.tier.name, exc_info=True)
             results = [Status.ERROR] * len(jobs)
         try:
             self._stored(self.tier, jobs, results)
         except Exception:  # neither the writer's thread nor a STORE goes with those who want to know
-            logger.exception("those who want to know what the %s tier has stored failed", self.tier.name)
+            self._unforeseen.note(
+                "those who want to know what the %s tier has stored failed", self.tier.name, exc_info=True
+            )
         return results
 
     def _store_into(self, jobs: Sequence[Job], results: list[Status]) -> None:

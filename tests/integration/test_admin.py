@@ -330,7 +330,7 @@ def test_replies_are_as_the_document_says(filled: FakeEngine, client: Client, se
 
     for route in ("/healthz", "/readyz", "/v1/access", "/v1/stat", "/v1/history", "/v1/namespaces", "/v1/usage"):
         check("GET", route, 200)
-    for route in ("/v1/prefixes", "/v1/tree?sort=hits"):
+    for route in ("/v1/prefixes", "/v1/tree?sort=hits", "/v1/reuse"):
         check("GET", route, 200)
     check("GET", f"/v1/prefixes/{a}", 200, route="/v1/prefixes/{id}")
     check("GET", "/v1/prefixes/0000", 404, route="/v1/prefixes/{id}")
@@ -381,12 +381,13 @@ def test_metrics_do_not_fall_when_engines_leave(server: Server, client: Client) 
         fresh(server)
         return sum(families(client).get("tierkv_chunks_total", {}).values())
 
-    for expected in (7, 14, 21):
+    for expected in (7, 20, 33):
         with FakeEngine(server.config.socket, engine_id=f"engine-{expected}") as engine:
             engine.get(A)
             assert total() == expected
+            engine.get(B)  # nobody asks it for its counters any more
         wait_until(lambda: not server.service.sessions)
-        assert total() == expected
+        assert total() == expected + 6
     assert client.get("/v1/stat")["engines"] == []
 
 
@@ -417,7 +418,10 @@ def test_no_statistic_is_without_a_metric(server: Server, filled: FakeEngine, cl
     assert numbers(stat["server"]) - server_fields == {"pid"}
     tier_fields = {c.field for c in (*metrics.TIER_GAUGES, *metrics.TIER_COUNTERS)}
     for tier in stat["tiers"]:
-        assert numbers(tier) - tier_fields == {"since"}
+        assert numbers(tier) - tier_fields - {metrics.TIER_SINCE.field} == set()
+    assert set(stat["server"]["network"]) == {*metrics.CONNECTIONS, *(c.field for c in metrics.NETWORK_COUNTERS)}
+    fleet_fields = {c.field for c in (*metrics.FLEET_GAUGES, *metrics.FLEET_COUNTERS)}
+    assert set(stat["server"]["fleet"]) == fleet_fields
     engine_fields = {c.field for c in metrics.ENGINE_GAUGES}
     # what a pool holds is the host tier's row; what it evicted is a counter under another name
     elsewhere = {"pid", "num_entries", "payload_nbytes", "budget", "num_evicted"}
@@ -466,7 +470,11 @@ def test_a_dead_redis_is_a_degraded_server(short_dir: Path, tmp_path: Path, monk
         assert said["ready"] and said["tiers"]["shared"] == {"state": "out"}
         assert said["reasons"] == ["the shared tier is out"]
         assert len(explained["reasons"][0]) > len("the shared tier is out: ") and explained["tiers"]["shared"]["reason"]
-        assert families(reader)["tierkv_tier_state"]["out", "shared"] == 1
+        found = families(reader)
+        assert found["tierkv_tier_state"]["out", "shared"] == 1
+        assert (found["tierkv_tier_up"]["shared",], found["tierkv_tier_up"]["disk",]) == (0, 1)
+        since = found["tierkv_tier_out_since_seconds"]
+        assert since["shared",] == reader.get("/v1/stat")["tiers"][2]["since"] > 0 == since["disk",]
         plan = Client(server, ADMIN_TOKEN).post("/v1/evict", {"tokens": C, "dry_run": True})
         assert "the shared tier is out" in plan["incomplete"][0]
         answer = Client(server, ADMIN_TOKEN).post("/v1/evict", {"tokens": C}, 503)
@@ -758,12 +766,12 @@ def test_calls_are_bounded_and_serving_goes_on(
     monkeypatch.setattr(admin_app, "CALL_TIMEOUT_S", 1.5)
     go, num_running = threading.Event(), []
 
-    def hang(select: Select) -> list[dict[str, Any]]:
+    def hang(select: Select, offset: int) -> dict[str, Any]:
         num_running.append(1)
         go.wait(30)
-        return []
+        return {"total": 0, "prefixes": []}
 
-    monkeypatch.setattr(server.commands.inspector, "ls", hang)
+    monkeypatch.setattr(server.commands.inspector, "page", hang)
     answers: list[int] = []
     threads = [
         threading.Thread(target=lambda: answers.append(client.request("GET", "/v1/prefixes").status)) for _ in range(10)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cli_tools import on_terminal
 from fake_engine import FakeEngine, make_namespace, wait_until
 from servers import server_binaries, start_redis
 from tierkv import __version__
@@ -367,30 +366,6 @@ def test_verify_draws_a_bar_on_a_terminal(served: Served, filled: FakeEngine) ->
     assert code == 0 and "Verifying" in shown and "100%" in shown and "14 records sound" in shown
     code, shown = on_terminal(["verify", "--quiet", "--server", str(served.socket)], {})
     assert code == 0 and not shown
-
-
-def on_terminal(args: Sequence[str], env: dict[str, str], typed: str = "", asked: str = "?") -> tuple[int, str]:
-    """Run ``tierkv`` on a terminal, type ``typed`` when ``asked`` appears, and return its exit code and output."""
-    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm-256color"}
-    environment |= {k: v for k, v in env.items() if v}
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tierkv.cli", *args], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    shown, deadline = "", time.monotonic() + 30
-    with contextlib.suppress(OSError):  # the terminal ends with its last user
-        while time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.2)[0]:
-                data = os.read(ours, 65536)
-                if not data:
-                    break
-                shown += data.decode()
-            if typed and asked in shown:
-                os.write(ours, typed.encode())
-                typed = ""
-    os.close(ours)
-    return process.wait(timeout=30), shown
 
 
 # -- match

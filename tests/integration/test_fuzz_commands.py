@@ -271,6 +271,15 @@ turn_st = mutated(
     ).map(msgspec.msgpack.encode),
     most=2,
 )
+asked_st = mutated(
+    st.tuples(
+        st.binary(min_size=8, max_size=8),
+        *[st.integers(-1, 1 << 60)] * 3,
+        st.lists(st.integers(-1, 1 << 60), min_size=5, max_size=5),
+        st.lists(st.tuples(st.binary(max_size=40), st.integers(-1, 6), st.booleans()), max_size=3),
+    ).map(msgspec.msgpack.encode),
+    most=2,
+)
 session_st = mutated(
     st.fixed_dictionaries(
         {},
@@ -300,6 +309,7 @@ _SHAPES: dict[bytes, list[st.SearchStrategy[bytes]]] = {
     b"TKV.USE": [number_st, key_st, keys_st],
     b"TKV.DRAIN": [st.sampled_from([b"0", b"-1", b"nan", b"x", b"0.01"])],
     b"TKV.STAT": [],
+    b"TKV.ROOM": [],
     b"TKV.NS": [],
     b"TKV.LS": [select_st],
     b"TKV.PAGE": [select_st],
@@ -308,6 +318,9 @@ _SHAPES: dict[bytes, list[st.SearchStrategy[bytes]]] = {
     b"TKV.DU": [select_st],
     b"TKV.VERIFY": [select_st],
     b"TKV.WARM": [select_st],
+    b"TKV.COMPACT": [select_st],
+    b"TKV.CHUNKS": [select_st],
+    b"TKV.STORED": [ns_st, keys_st],
     b"TKV.EVENTS": [select_st],
     b"TKV.SLOW": [select_st],
     b"TKV.DUMP": [ns_st, key_st, key_st],
@@ -319,6 +332,8 @@ _SHAPES: dict[bytes, list[st.SearchStrategy[bytes]]] = {
     b"TKV.TTL": [select_st],
     b"TKV.USAGE": [select_st],
     b"TKV.TURN": [turn_st],
+    b"TKV.ASKED": [asked_st],
+    b"TKV.REUSE": [],
     b"TKV.SESSIONS": [session_st],
     b"TKV.SESSION": [st.sampled_from([b"release", b"prefetch", b"RELEASE", b"x", b""]), session_st],
     b"TKV.RELOAD": [],

@@ -337,7 +337,7 @@ def test_a_full_redis_stops_writes_and_reads_go_on(tmp_path: Path) -> None:
     assert 0 < num < 120
     assert statuses == [Status.OK] * num + [Status.ERROR] * (120 - num)
     stat = tier.stat()
-    assert stat.state == "up", "it still reads"
+    assert stat.state == "read-only", "it still reads"
     assert "takes no writes" in stat.reason and stat.since > 0
     client = server.client()
     client.config_resetstat()
@@ -372,7 +372,7 @@ def test_a_replica_is_read_only(tmp_path: Path) -> None:
     assert "READONLY" in reader.stat().reason or "read only" in reader.stat().reason
     assert [r.status for r in fetch(reader, NAMESPACE, refs)[0]] == [Status.OK] * 2 + [Status.MISS] * 2
     assert reader.evict(NS_ID, refs) == 0
-    assert reader.stat().state == "up"
+    assert reader.stat().state == "read-only"
     for tier in (reader, writer):
         tier.close()
     replica.stop()

@@ -346,7 +346,7 @@ def test_a_demoted_primary_stops_writes_and_is_left(sentinel: SentinelSetup) -> 
     admin.execute_command("REPLICAOF", "127.0.0.1", sentinel.replica.port)
     assert tier.store(NS_ID, records[4:6]) == [Status.ERROR] * 2
     stat = tier.stat()
-    assert stat.state == "up" and "takes no writes" in stat.reason and "READONLY" in stat.reason
+    assert stat.state == "read-only" and "takes no writes" in stat.reason and "READONLY" in stat.reason
     assert not ours & {client["id"] for client in admin.client_list()}, "its connection was closed"
     assert statuses(tier, refs[:4]) == [Status.OK] * 4, "reads go on"
     sentinel.fail_over()

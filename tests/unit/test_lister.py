@@ -13,11 +13,13 @@ from fake_engine import make_namespace
 from tierkv.errors import RefusedError
 from tierkv.messages import Select
 from tierkv.tiers.base import EntryInfo
+from tierkv_server import lister as lister_module
 from tierkv_server.collector import Pause
 from tierkv_server.lister import Lister
 
 NAMESPACE = make_namespace()
 NS = NAMESPACE.ns_id()
+LONG = make_namespace("fake/other-model", chunk_tokens=16)
 
 
 class Stub:
@@ -96,14 +98,41 @@ def calls(function: Callable[[], object]) -> int:
     return num
 
 
+@pytest.mark.parametrize("sort", ["last_used", "hits", "nbytes", "tokens", "created"])
+def test_pages_are_slices_of_the_whole_and_only_their_rows_are_made(sort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(Stub):
+        """Two namespaces, whose chunks have other numbers of tokens."""
+
+        def namespaces(self) -> dict[bytes, Any]:
+            return {NS: NAMESPACE, LONG.ns_id(): LONG}
+
+        def entries(self, ns_id: bytes) -> Iterator[EntryInfo]:
+            cut = 3 if ns_id == NS else 5
+            return (entry for entry in self.found if entry.position < cut + entry.key[7] % 2)
+
+    made = []
+    row = lister_module._row
+    monkeypatch.setattr(lister_module, "_row", lambda *args: made.append(1) or row(*args))
+    lister = Lister(Two(30, 6))
+    whole = lister.page(Select(sort=sort))
+    assert whole["total"] == len(whole["prefixes"]) == len(made) == 60
+    ranks = [sum(r["nbytes"].values()) if sort == "nbytes" else r[sort] for r in whole["prefixes"]]
+    assert ranks == sorted(ranks, reverse=True) and (sort == "created" or len(set(ranks)) > 1)
+    for offset, limit in ((0, 7), (7, 7), (55, 7), (60, 7), (1000, 1)):
+        made.clear()
+        page = lister.page(Select(sort=sort, limit=limit), offset)
+        assert page == {"total": 60, "prefixes": whole["prefixes"][offset : offset + limit]}
+        assert len(made) == len(page["prefixes"])
+
+
 def test_what_is_not_known_is_refused() -> None:
     lister = Lister(Stub(1, 1))
     with pytest.raises(RefusedError, match="sort 'age' is unknown"):
         lister.page(Select(sort="age"))
     with pytest.raises(RefusedError, match="sort 'tokens' is unknown"):
         lister.tree(Select(sort="tokens"))
-    with pytest.raises(RefusedError, match="by 'age' is unknown"):
-        lister.du(Select(by="age"))
+    with pytest.raises(RefusedError, match="by 'colour' is unknown"):
+        lister.du(Select(by="colour"))
     with pytest.raises(RefusedError, match="tier 'shared' is not here"):
         lister.page(Select(tiers=["shared"]))
 

@@ -552,6 +552,8 @@ def test_config_show(tmp_path: Path) -> None:
 def test_the_example_is_the_defaults_and_every_line_of_it_works(tmp_path: Path) -> None:
     text = invoke("config", "example")[1]
     assert text == example()
+    assert "`" not in text and "# redis://[user@]host" in text and "# zstd: byte-shuffle" in text, "names as they are"
+    assert not re.search(r"(?m)^# [a-z]", text.replace("# redis:", "").replace("# zstd:", "")), "sentences"
     assert load(write(tmp_path, text), files=False) == load(None, files=False)
     whole = re.sub(r'^#(?=[a-z_"\[])', "", text, flags=re.MULTILINE)
     config, found = read(tomllib.loads(whole), tmp_path, files=False)

@@ -10,13 +10,19 @@ import click
 from tierkv.cli import EXIT_OK, EXIT_USAGE
 from tierkv.cli.options import print_json
 
+_EXAMPLES = """\b
+Examples:
+  tierkv config example > tierkv.toml           a file to start from
+  tierkv config check tierkv.toml               every mistake in it
+  tierkv config show tierkv.toml --json | jq .disk"""
 
-@click.group("config", context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group("config", epilog=_EXAMPLES)
 def command() -> None:
     """Check, show and explain the configuration file of 'tierkv serve --config FILE'."""
 
 
-@command.command("check")
+@command.command("check", epilog=_EXAMPLES)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--no-files", is_flag=True, help="Check the text alone, not the directories, certificates and secrets it names."
@@ -38,7 +44,7 @@ def check(file: Path, no_files: bool) -> int:
     return EXIT_OK
 
 
-@command.command("show")
+@command.command("show", short_help="Print the effective configuration.", epilog=_EXAMPLES)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: sizes in bytes, durations in seconds.")
 def show(file: Path | None, as_json: bool) -> None:
@@ -52,7 +58,7 @@ def show(file: Path | None, as_json: bool) -> None:
         click.echo(to_toml(config), nl=False)
 
 
-@command.command("example")
+@command.command("example", short_help="Print a file with every field and its default.", epilog=_EXAMPLES)
 def print_example() -> None:
     """Print a configuration file with every field, its default and what it does, to start from."""
     from tierkv.toml_config import example

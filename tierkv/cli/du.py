@@ -1,4 +1,4 @@
-"""``tierkv du``: bytes by namespace, tenant or depth, a column a tier."""
+"""``tierkv du``: bytes by namespace, tenant, depth or age, a column a tier."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _EXAMPLES = """\b
 Examples:
   tierkv du                                     by namespace
   tierkv du --by tenant --limit 10              the ten largest tenants
-  tierkv du --by depth --namespace 7e2f         how deep into prompts the bytes are"""
+  tierkv du --by depth --namespace 7e2f         how deep into prompts the bytes are
+  tierkv du --by age                            how long ago they were used"""
 
 
 @click.command("du", epilog=_EXAMPLES)
 @click.option(
     "--by",
-    type=click.Choice(("namespace", "tenant", "depth")),
+    type=click.Choice(("namespace", "tenant", "depth", "age")),
     default="namespace",
     help="What to sum up by [default: namespace].",
 )
@@ -52,9 +53,10 @@ def command(
     as_json: bool,
     server: str | None,
 ) -> None:
-    """Sum up what is stored, by namespace, by tenant or by depth, with a column for each tier.
+    """Sum up what is stored, by namespace, by tenant, by depth or by age, with a column for each tier.
 
-    A depth is how far from the start of their prompt chunks begin, in spans that double.
+    A depth is how far from the start of their prompt chunks begin, in spans that double; an age is the time since they
+    were used last.
     """
     select = Select(
         ns=namespace_start(namespace), tenant=tenant_start(tenant), tiers=list(tiers), by=by, limit=limit or 0
@@ -86,7 +88,7 @@ def _print(found: dict[str, Any]) -> None:
     blank = [""] * (by != "namespace")
     sums = (*render.sizes(total["nbytes"], tiers), render.size(sum(total["nbytes"].values())))
     cells.append(("total", *blank, render.count(total["num_chunks"]), *sums))
-    more = {"namespace": (), "tenant": ("tenant",), "depth": (">tokens",)}[by]
+    more = {"namespace": (), "tenant": ("tenant",), "depth": (">tokens",), "age": (">last used",)}[by]
     columns = ("namespace", *more, ">chunks", *(f">{tier}" for tier in tiers), ">all")
     console = render.console()
     console.print(render.table(columns, cells, flexible="namespace"))
@@ -102,4 +104,7 @@ def _name(row: dict[str, Any], by: str) -> list[str]:
         cells.append(row["tenant"] or "none")
     if by == "depth":
         cells.append(f"{row['from_token']:,} to {row['to_token'] - 1:,}")
+    if by == "age":
+        until, since = row["to_s"], render.span(row["from_s"])
+        cells.append(f"{since} to {render.span(until)} ago" if until else f"over {since} ago, or unknown")
     return cells

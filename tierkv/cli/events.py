@@ -18,7 +18,7 @@ KINDS = ("store", "fetch", "evict", "expel", "lost")
 _EXAMPLES = """\b
 Examples:
   tierkv events                                 what is kept, and then what happens, until Ctrl-C
-  tierkv events --kind evict --kind expel
+  tierkv events --kind evict --kind expel --once --limit 20
   tierkv events --once --json | jq -s 'map(.chunks.missing // 0) | add'"""
 
 
@@ -26,9 +26,14 @@ Examples:
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Only these; repeatable [default: all].")
 @namespace_option
 @click.option("--since", type=click.IntRange(min=0), default=0, metavar="N", help="Only events after number N.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Of what is kept, at most N, the latest.")
 @click.option("--once", is_flag=True, help="Print what is kept, and leave.")
 @click.option(
-    "--interval", type=click.FloatRange(0.1, 60), default=0.5, help="Seconds between two looks [default: 0.5]."
+    "--interval",
+    type=click.FloatRange(0.1, 60),
+    default=0.5,
+    metavar="SECONDS",
+    help="Time between two looks [default: 0.5].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 @server_option
@@ -36,6 +41,7 @@ def command(
     kinds: tuple[str, ...],
     namespace: str | None,
     since: int,
+    limit: int | None,
     once: bool,
     interval: float,
     as_json: bool,
@@ -46,6 +52,7 @@ def command(
     The server keeps the last 4,096 events; there is one for each command of an engine. Prompts are not among them.
     """
     start, boot, num = namespace_start(namespace), "", 0
+    held: list[dict[str, Any]] = []
     with connect(server) as store:
         while True:
             found = store.ask("TKV.EVENTS", Select(since=since))
@@ -54,16 +61,19 @@ def command(
                 continue
             boot = found["boot"]
             if found["num_lost"]:
-                click.echo(f"tierkv: {found['num_lost']:,} events came and went in between", err=True)
+                click.echo(f"tierkv: {found['num_lost']:,} more came and went in between", err=True)
             shown = [
                 e for e in found["events"] if (not kinds or e["kind"] in kinds) and e["namespace"].startswith(start)
             ]
             num += len(shown)
-            for event in shown:
-                _print(event, as_json)
-            sys.stdout.flush()
             caught_up = len(found["events"]) < MAX_REPLY
             since = found["last"]
+            if limit:  # until all that is kept has come
+                shown = held = (held + shown)[-limit:]
+                limit = None if caught_up else limit
+            for event in shown if not limit else ():
+                _print(event, as_json)
+            sys.stdout.flush()
             if caught_up and once:
                 break
             if caught_up:

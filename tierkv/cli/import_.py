@@ -83,7 +83,7 @@ def _restore(store: Any, reader: Reader, dry_run: bool) -> list[bytes]:
     return replies
 
 
-def check_fits(namespace: Namespace, known: Mapping[str, Namespace]) -> None:
+def check_fits(namespace: Namespace, known: Mapping[str, Namespace], what: str = "the file's chunks") -> None:
     """See that an engine of the store could find what is imported.
 
     Raises:
@@ -95,6 +95,6 @@ def check_fits(namespace: Namespace, known: Mapping[str, Namespace]) -> None:
     if others:
         theirs, ours = (f"{n.layout.describe()}, parts {n.shard.num_parts}" for n in (namespace, others[0]))
         raise RefusedError(
-            f"the file's chunks do not fit: they are {theirs}, and this store has the model as {ours}; "
+            f"{what} do not fit: they are {theirs}, and this store has the model as {ours}; "
             f"--any-layout stores them all the same"
         )

@@ -60,17 +60,7 @@ class Store(Protocol):
 
 def server_option(function: F) -> F:
     """Add ``--server`` and the options that say how it is reached over TCP, ``--quiet`` and ``--no-color``."""
-    function = click.option(
-        "--no-color", is_flag=True, expose_value=False, callback=_keep_flag, help="No colours [also: NO_COLOR]."
-    )(function)
-    function = click.option(
-        "--quiet",
-        "-q",
-        is_flag=True,
-        expose_value=False,
-        callback=_keep_flag,
-        help="Say errors only; see the exit code.",
-    )(function)
+    function = look_options(function)
     function = click.option(
         "--timeout",
         type=Span(),
@@ -93,6 +83,21 @@ def server_option(function: F) -> F:
         metavar="ADDRESS",
         envvar="TIERKV_SERVER",
         help="Path or unix:///path of its socket, or tkvs://host:port [TIERKV_SERVER; default: yours that runs].",
+    )(function)
+
+
+def look_options(function: F) -> F:
+    """Add ``--quiet`` and ``--no-color``."""
+    function = click.option(
+        "--no-color", is_flag=True, expose_value=False, callback=_keep_flag, help="No colours [also: NO_COLOR]."
+    )(function)
+    return click.option(
+        "--quiet",
+        "-q",
+        is_flag=True,
+        expose_value=False,
+        callback=_keep_flag,
+        help="Say errors only; see the exit code.",
     )(function)
 
 

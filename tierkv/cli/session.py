@@ -16,20 +16,26 @@ from tierkv.cli.options import (
     json_option,
     namespace_option,
     namespace_start,
+    open_server,
     print_json,
-    server_address,
     server_option,
 )
 from tierkv.errors import ConfigError, NotFoundError
 from tierkv.sessions import SessionSelect, session_digest
 
+_EXAMPLES = """\b
+Examples:
+  tierkv session ls --limit 20
+  tierkv session release f41c2ba08e07
+  tierkv session prefetch --name chat-4711 --salt alice"""
 
-@click.group("session")
+
+@click.group("session", epilog=_EXAMPLES)
 def command() -> None:
     """Show and steer the sessions that requests name in their hints."""
 
 
-@command.command("ls")
+@command.command("ls", short_help="List the sessions, last noted first.", epilog=_EXAMPLES)
 @namespace_option
 @click.option("--tenant", metavar="ID", help="Only this tenant's: its digest, or the start of it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N rows, last noted first.")
@@ -38,9 +44,7 @@ def command() -> None:
 def ls(namespace: str | None, tenant: str | None, limit: int | None, as_json: bool, server: str | None) -> None:
     """List the sessions that engines told this server of since it started, last noted first."""
     select = SessionSelect(ns=namespace_start(namespace), tenant="" if tenant is None else hex_start(tenant, "tenant"))
-    from tierkv.admin_client import AdminClient
-
-    with AdminClient(server_address(server)) as client:
+    with open_server(server) as client:
         rows = client.ask("TKV.SESSIONS", select)
     if as_json:
         print_json({"sessions": rows[:limit]})
@@ -64,7 +68,7 @@ def _one(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-@command.command("release")
+@command.command("release", short_help="Let go of a session.", epilog=_EXAMPLES)
 @_one
 def release(as_json: bool, server: str | None, **named: str | None) -> None:
     """Let go of a session: what is held for it goes by the usual order from now on."""
@@ -75,7 +79,7 @@ def release(as_json: bool, server: str | None, **named: str | None) -> None:
     click.echo(f"Released session {result['id'][:12]}; engines told: {result['num_engines']}")
 
 
-@command.command("prefetch")
+@command.command("prefetch", short_help="Bring a session near from the shared tier.", epilog=_EXAMPLES)
 @_one
 def prefetch(as_json: bool, server: str | None, **named: str | None) -> None:
     """Bring what the shared tier has of a session's last request to this node's disk.
@@ -86,8 +90,10 @@ def prefetch(as_json: bool, server: str | None, **named: str | None) -> None:
     if as_json:
         print_json(result)
         return
+    from tierkv.cli import render
+
     click.echo(
-        f"Bringing session {result['id'][:12]} near: {result['num_chunks']:,} chunks are looked at; "
+        f"Bringing session {result['id'][:12]} near; looked at: {render.plural(result['num_chunks'], 'chunk')}; "
         f"engines told: {result['num_engines']}"
     )
 
@@ -100,9 +106,7 @@ def _order(
     if session is not None and (salt is not None or salt_file is not None):
         raise click.UsageError("a salt belongs to --name; an ID stands for one tenant's session")
     start = hex_start(session, "session") if session is not None else _digest(name or "", salt, salt_file).hex()
-    from tierkv.admin_client import AdminClient
-
-    with AdminClient(server_address(server)) as client:
+    with open_server(server) as client:
         try:
             reply = client.call("TKV.SESSION", order, msgspec.json.encode(SessionSelect(session=start)))
         except NotFoundError as error:

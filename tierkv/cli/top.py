@@ -21,7 +21,13 @@ Examples:
 
 
 @click.command("top", epilog=_EXAMPLES)
-@click.option("--interval", type=click.FloatRange(0.2, 60), default=2.0, help="Seconds between two looks [default: 2].")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.2, 60),
+    default=2.0,
+    metavar="SECONDS",
+    help="Time between two looks [default: 2].",
+)
 @click.option(
     "--hot", type=click.IntRange(0, 50), default=5, metavar="N", help="The N most used prefixes [default: 5]."
 )

@@ -106,7 +106,10 @@ def _print(result: dict[str, Any]) -> None:
 def _check(result: dict[str, Any], repair: bool) -> None:
     if result["num_failed"]:
         left = result["num_total"] - result["num_done"] + result["num_failed"]
-        raise IncompleteError(f"{left:,} records could not be read: a tier is out or fails; see 'tierkv stat'")
+        from tierkv.cli import render
+
+        records = render.plural(left, "record")
+        raise IncompleteError(f"{records} could not be read: a tier is out or fails; see 'tierkv stat'")
     if result["num_bad"] and not repair:
         raise RefusedError(f"{result['num_bad']:,} damaged; 'tierkv verify --repair' deletes them")
     if not result["num_total"]:

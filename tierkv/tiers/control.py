@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from tierkv.health import Health
+from tierkv.health import Health, Repeated
 from tierkv.resp import Error, Value
 from tierkv.tiers.base import Ref
 from tierkv.tiers.control_memory import Journal, Owed, PlaceFile, Written, unpack_refs
@@ -169,7 +169,12 @@ class ControlFeed:
         self._news_place: Place | None = None
         self._heard_at: float | None = None  # when the stream was last read to its end by this process
         self._publishing = threading.RLock()
-        self._health = Health("The fleet's control stream", clock)
+        self._health = Health(
+            "The fleet's control stream",
+            clock,
+            meanwhile="Evictions of other nodes reach this one, and its own reach them, when it is back.",
+        )
+        self._unforeseen = Repeated()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._counts = dict.fromkeys(FeedStat._fields, 0)
@@ -308,7 +313,7 @@ class ControlFeed:
             try:
                 heard = self.poll(wait=True)
             except Exception as error:  # a node that hears nothing is worse than one that tries again
-                logger.exception("the control stream could not be followed")
+                self._unforeseen.note("the control stream could not be followed", exc_info=True)
                 self._health.failed(error)
                 heard = False
             if not heard:
@@ -435,7 +440,7 @@ class ControlFeed:
         try:
             self._fleet.apply(event)
         except Exception as error:
-            logger.exception("an eviction of another node could not be applied")
+            self._unforeseen.note("an eviction of another node could not be applied", exc_info=True)
             self._fleet.on_gap(f"an eviction could not be applied here ({error})")
         keys = None if event.refs is None else [ref.key for ref in event.refs]
         for ns_id, refs in self._written.take(event.ns_id, keys, _WAIT_WRITES_S).items():

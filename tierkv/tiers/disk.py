@@ -23,9 +23,10 @@ the filesystem. Allocated blocks are bounded too. An LMDB transaction uses again
 earlier: a file overshoots its live records by a few transactions' bytes.
 
 *Faults.* Where writing fails (a full disk, an error of the device) the tier is read-only for a back-off: stores answer
-at once, and the next one after it tries. Where reading fails it is out, likewise. Payloads are read with ``preadv``, so
-that a device's error is an answer; LMDB's own pages (under 1 %) are read by its map, where it kills the process, and
-whoever launched the server launches it again.
+at once, and the next one after it tries. Where reading fails it is out, likewise. What takes seconds has failed too
+(:mod:`tierkv.tiers.disk_health`): only who had asked before waits for a disk that hangs. Payloads are read with
+``preadv``, so that a device's error is an answer; LMDB's own pages (under 1 %) are read by its map, where it kills the
+process, and whoever launched the server launches it again.
 
 *Concurrency.* One write lock, one writer. Reads take a short read transaction a record and copy out within it; an
 environment counts who is inside and is closed only when nobody is. One thread syncs, sweeps and trims.
@@ -42,13 +43,15 @@ from pathlib import Path
 
 import lmdb
 
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, RefusedError
+from tierkv.health import Repeated
 from tierkv.layout import Namespace
 from tierkv.payload import BadRecordError, ForeignRecordError
 from tierkv.policy.lru import ChainLRU
 from tierkv.sizes import format_size
 from tierkv.tiers.base import Counters, EntryInfo, Fetched, Limits, Pin, Record, Ref, Sink, Status, TierStat, Usage
 from tierkv.tiers.disk_catalog import Catalog
+from tierkv.tiers.disk_compact import Compaction, Slack, remove_leftovers, slack
 from tierkv.tiers.disk_health import DiskHealth
 from tierkv.tiers.disk_index import IndexEntry
 from tierkv.tiers.disk_lifetimes import Lifetimes
@@ -69,6 +72,8 @@ MIN_BUDGET = 16 << 20
 _MIN_MAP = 64 << 20
 #: Records that are not in memory are read from the disk this far ahead.
 _AHEAD_NBYTES = 8 << 20
+#: How often a store that waits for others looks whether they hang.
+_PATIENCE_S = 0.5
 
 
 class DiskTier:
@@ -116,6 +121,7 @@ class DiskTier:
         self._map_size = _map_size(limits)
         self._boot_id = read_boot_id()
         self._health = DiskHealth(path)
+        self._damage = Repeated()
         self._counters = Counters()
         self._write = threading.RLock()  # one writer at a time; taken before the catalog's lock
         self._catalog = Catalog(limits, clock, policy, self._counters.count_expired)
@@ -127,6 +133,9 @@ class DiskTier:
             self._catalog, self._room, self._lifetimes, self._health, self._write, self._reopen, sync_interval_s
         )
         self._known: dict[bytes, Namespace] = {}
+        self._compaction: Compaction | None = None
+        self._compacting = threading.Lock()
+        remove_leftovers(self._root)
         open_all(path, self._open, self._upkeep.close_one)
         with self._write, suppress(lmdb.Error, OSError):  # a disk that takes no deletion now says so at the next store
             while self._room.trim(hooked=False):
@@ -241,9 +250,10 @@ class DiskTier:
             return Fetched(Status.ERROR)
         parts = sink(at)
         try:
-            header = env.read(key, entry.page, parts)
+            with self._health.reading:
+                header = env.read(key, entry.page, parts)
         except BadRecordError as error:
-            logger.warning("The disk tier has a damaged record: %s", str(error))
+            self._damage.note("The disk tier has a damaged record: %s", str(error))
             return Fetched(Status.BAD)
         except ForeignRecordError:
             self._unindex_foreign(env, key)
@@ -271,17 +281,26 @@ class DiskTier:
 
     def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
         statuses: list[Status] = []
-        with self._write:
-            if ns_id in self._known and self._health.may_write() and not self._upkeep.stopping.is_set():
-                try:
+        if self._take_write_lock():
+            try:
+                if ns_id in self._known and self._health.may_write() and not self._upkeep.stopping.is_set():
                     self._store_all(ns_id, records, statuses)
                     if Status.OK in statuses:
                         self._health.writes.worked()
-                except (lmdb.Error, OSError) as error:
-                    self._health.write_failed(error, self._environments.get(ns_id))
+            except (lmdb.Error, OSError) as error:
+                self._health.write_failed(error, self._environments.get(ns_id))
+            finally:
+                self._write.release()
         statuses += [Status.ERROR] * (len(records) - len(statuses))
         self._counters.count_stored(statuses)
         return statuses
+
+    def _take_write_lock(self) -> bool:
+        """Take the write lock, unless nothing may be written anyway: whoever has it may hang in the disk."""
+        while not self._write.acquire(timeout=_PATIENCE_S):
+            if not self._health.may_write():
+                return False
+        return True
 
     def _store_all(self, ns_id: bytes, records: Sequence[Record], statuses: list[Status]) -> None:
         """Store ``records`` batch by batch and append their results to ``statuses``.
@@ -293,7 +312,8 @@ class DiskTier:
         keep = {(ns_id, r.header.key) for r in records} | {(ns_id, r.header.parent) for r in records}
         step = max(1, self._room.txn_nbytes // env.cost)
         for at in range(0, len(records), step):
-            statuses += self._store_batch(env, records[at : at + step], keep.__contains__)
+            with self._health.writing:
+                statuses += self._store_batch(env, records[at : at + step], keep.__contains__)
 
     def _store_batch(self, env: Environment, records: Sequence[Record], protected: Protected) -> list[Status]:
         """Evict in one transaction, put in the next: pages that were freed are used again."""
@@ -376,6 +396,43 @@ class DiskTier:
             self._catalog.set_limits(limits)
         self._upkeep.trim()
 
+    # Compaction
+
+    def slack(self, ns_ids: Sequence[bytes]) -> dict[bytes, Slack]:
+        """Return what compacting each of these namespaces would come to; those that are not here are left out.
+
+        Raises:
+            RefusedError: the disk could not be read.
+        """
+        with self._write:
+            envs = [env for ns_id in ns_ids if (env := self._environment(ns_id)) is not None and not env.broken]
+            try:
+                return {env.ns_id: slack(env, self._catalog.limits.reserve_nbytes) for env in envs}
+            except (lmdb.Error, OSError) as error:
+                raise RefusedError(f"the disk could not be read ({error}); see 'tierkv stat'") from None
+
+    def compact(self, ns_id: bytes) -> Compaction:
+        """Begin to write a namespace's file anew, smaller; whoever asks makes its steps and ends it.
+
+        Raises:
+            RefusedError: there is not enough free space, another one is under way, or it cannot be done here.
+        """
+        env = self._environment(ns_id)
+        if env is None:
+            raise RefusedError("this namespace is not on the disk any more")
+        with self._compacting:
+            if self._compaction is not None and not self._compaction.ended:
+                raise RefusedError("another compaction is under way")
+            self._compaction = Compaction(
+                env, self._catalog, self._write, self._health, self._discard_bad, self._boot_id
+            )
+            return self._compaction
+
+    def _discard_bad(self, env: Environment, keys: Sequence[bytes]) -> None:
+        """Delete records that a compaction found damaged."""
+        self._counters.count_bad(len(keys))
+        self._discard(env, keys)
+
     # Environments; the write lock is held
 
     def _environment(self, ns_id: bytes) -> Environment | None:
@@ -438,6 +495,8 @@ class DiskTier:
         After ten seconds it goes without the rest of the sync: the entries are then lost if the machine crashes before
         the system has written its cache, and else are not.
         """
+        if self._compaction is not None:
+            self._compaction.end()
         if not self._upkeep.stopping.is_set():
             self._upkeep.close(f"The disk tier ({self._root.parent})")
 

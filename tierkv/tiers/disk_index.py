@@ -71,7 +71,7 @@ class IndexEntry:
 
     def info(self, key: bytes, nbytes: int, limits: Limits, now: float) -> EntryInfo:
         expires = self.expires(limits)
-        pins = (self.pins or {}).items()
+        pins = sorted(self.pins.items()) if self.pins else ()
         return EntryInfo(
             key=key,
             parent=self.parent,
@@ -84,7 +84,7 @@ class IndexEntry:
             last_used=self.last_used,
             num_hits=self.num_hits,
             expires=0.0 if expires == inf else max(expires, self.hold),
-            pins=tuple(Pin(owner, until) for owner, until in sorted(pins) if until > now),
+            pins=tuple(Pin(owner, until) for owner, until in pins if until > now) if pins else (),
         )
 
 

@@ -145,9 +145,11 @@ class Upkeep:
                     return False
                 self.write_use(env)
                 env.enter()
+                env.syncing = True
             try:
                 env.sync()
             finally:
+                env.syncing = False
                 env.leave()
             return True
         except (lmdb.Error, OSError) as error:

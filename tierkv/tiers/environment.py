@@ -15,7 +15,7 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from tierkv.tiers.disk_mark import CLEAN, DISK_FORMAT, OLDER_FORMATS, NotOursErr
 logger = logging.getLogger("tierkv")
 
 PAGE_NBYTES = 4096
+#: A data file begins with two of them.
+_META_PAGES = 2
 _USE = struct.Struct("<dQ")
 #: Of a row of ``heads``, after the record's header: first page, time of the store.
 _PLACE = struct.Struct("<Qd")
@@ -43,6 +45,8 @@ _P_OVERFLOW = 0x04
 _PIECE_NBYTES = 256 << 10
 #: A map is larger than the file by this, so that a larger budget's file takes deletions.
 _SPARE_MAP = 64 << 20
+#: What :meth:`Environment.adopt` exchanges: the files that are open, and what is known of them.
+_FILES = ("_env", "_meta", "_records", "_tokens", "_use", "_heads", "_life", "_file", "_txn_id", "_disturbed")
 #: A record whose store differs from its creation by less was stored when it was created.
 _SAME_TIME_S = 1.0
 
@@ -73,9 +77,11 @@ class Environment:
         self.map_size = map_size
         self.dirty = False
         self.broken = False
+        self.syncing = False  # somebody is inside for as long as a sync takes; changed under the tier's write lock
         self.num_bad = 0
         self._num_inside = 0
         self._closing = False
+        self._adopting = False
         self._gate = threading.Condition()
         self._txn_id = 0
         self._disturbed = False
@@ -139,6 +145,7 @@ class Environment:
     def enter(self) -> bool:
         """Keep the environment open until :meth:`leave`; False where it is being closed."""
         with self._gate:
+            self._gate.wait_for(lambda: not self._adopting)
             if self._closing:
                 return False
             self._num_inside += 1
@@ -249,6 +256,28 @@ class Environment:
                 results.append(IndexEntry(header, page, stored))
         return results
 
+    def put_copies(self, copies: Sequence[tuple[Record, IndexEntry]]) -> list[int]:
+        """Write records of another environment of this namespace, with what is known of each, in one transaction.
+
+        Returns the first page of each here. None of the keys may be there.
+        """
+        pages = []
+        with self._writing() as txn:
+            for record, entry in copies:
+                key = record.header.key
+                txn.put(key, record.data, overwrite=False, db=self._records)
+                pages.append(page_of(txn.get(key, db=self._records)))
+                row = bytes(record.data[:HEADER_NBYTES]) + _PLACE.pack(pages[-1], entry.stored)
+                txn.put(key, row, db=self._heads)
+                if record.tokens:
+                    txn.put(key, record.tokens, db=self._tokens)
+                if entry.num_hits or entry.last_used != entry.created:
+                    txn.put(key, _USE.pack(entry.last_used, entry.num_hits), db=self._use)
+                if entry.until or entry.pins:
+                    life = Life(entry.until, sorted((entry.pins or {}).items()))
+                    txn.put(key, msgspec.msgpack.encode(life), db=self._life)
+        return pages
+
     def delete(self, keys: Iterable[bytes]) -> None:
         """Delete records in one transaction. The index is not changed."""
         with self._writing() as txn:
@@ -305,6 +334,47 @@ class Environment:
     def reap_readers(self) -> int:
         """Free the slots of readers whose process is gone, so that they keep no pages; returns how many."""
         return int(self._env.reader_check())
+
+    def compact_nbytes(self) -> int:
+        """Return the bytes that a file with the entries in the index, and nothing else, takes."""
+        with self._env.begin() as txn:
+            others = [txn.stat(db) for db in (self._meta, self._heads, self._tokens, self._use, self._life)]
+            trees = [*others, txn.stat(self._records), txn.stat()]
+            pages = sum(tree["branch_pages"] + tree["leaf_pages"] for tree in trees)
+            pages += sum(tree["overflow_pages"] for tree in others)
+        return len(self.index.entries) * self.cost + (pages + _META_PAGES) * PAGE_NBYTES
+
+    def adopt(self, other: Environment, settle: Callable[[], None], timeout_s: float) -> bool:
+        """Go on with the files of ``other``, a copy of this environment, in place of this one's.
+
+        Who reads is waited for, and who comes meanwhile waits. One rename decides: a process that is killed leaves the
+        old file or the new one. Afterwards ``other`` has the files that were here, which have no name any more.
+
+        Args:
+            settle: called before anybody reads again; it notes the new places of the entries.
+            timeout_s: how long readers may take; then False, and nothing has changed.
+
+        Raises:
+            OSError: the file could not be renamed; nothing has changed.
+        """
+        with self._gate:
+            self._adopting = True
+            try:
+                if not self._gate.wait_for(lambda: not self._num_inside, timeout_s):
+                    return False
+                (other.directory / "data.mdb").replace(self.directory / "data.mdb")
+                with suppress(OSError):  # whoever opens this next makes another one
+                    (other.directory / "lock.mdb").replace(self.directory / "lock.mdb")
+                for name in _FILES:
+                    mine, theirs = getattr(self, name), getattr(other, name)
+                    setattr(self, name, theirs)
+                    setattr(other, name, mine)
+                self.dirty = True
+                settle()
+                return True
+            finally:
+                self._adopting = False
+                self._gate.notify_all()
 
     @contextmanager
     def _writing(self) -> Iterator[lmdb.Transaction]:

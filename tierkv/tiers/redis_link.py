@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from tierkv.health import Health
+from tierkv.health import Health, Repeated
 from tierkv.resp import Error, Value
 from tierkv.server_config import SharedConfig
 from tierkv.tiers.redis_errors import (
@@ -73,6 +73,7 @@ class RedisLink:
         url: where it is, without secrets.
         health: of Redis as a whole.
         writes: whether it takes writes; a Redis that is full, or a replica, is up all the same.
+        damage: logs records that failed verification.
 
     Raises:
         ConfigError: the URL, an option or a file is wrong. A Redis that is down is no error.
@@ -85,7 +86,11 @@ class RedisLink:
         access = check_access(config)
         self.url = redact_url(config.url)
         self.health = Health(f"The shared tier ({self.url})")
-        self.writes = Health(f"Writing to the shared tier ({self.url})")
+        self.writes = Health(
+            f"Writing to the shared tier ({self.url})",
+            meanwhile="What is stored is served on; nothing new is written there.",
+        )
+        self.damage = Repeated()
         self.timeout_s = config.timeout_s
         self.closed = False
         self._secrets = url_secrets(config.url)

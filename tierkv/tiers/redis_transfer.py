@@ -9,7 +9,6 @@ missing is asked over another one.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 
@@ -24,8 +23,6 @@ from tierkv.tiers.redis_errors import REDIRECTS, RefusedError, code_of
 from tierkv.tiers.redis_link import RedisLink, Target
 from tierkv.tiers.redis_names import Names
 from tierkv.tiers.redis_wire import Wire, pack
-
-logger = logging.getLogger("tierkv")
 
 #: Bytes of replies that are asked for before they are read.
 IN_FLIGHT_NBYTES = 8 << 20
@@ -197,5 +194,5 @@ class Fetch:
         return header, codec, stored_nbytes
 
     def _bad(self, error: object) -> Fetched:
-        logger.warning("The shared tier has a damaged record: %s", str(error))
+        self._link.damage.note("The shared tier has a damaged record: %s", str(error))
         return Fetched(Status.BAD)

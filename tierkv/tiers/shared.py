@@ -30,6 +30,7 @@ from tierkv.tiers.control import ControlFeed, Fleet
 from tierkv.tiers.redis_index import BATCH_KEYS, LiveRow, RedisIndex, Row, batches, pairs
 from tierkv.tiers.redis_link import OnError, RedisLink
 from tierkv.tiers.redis_match import exist, match
+from tierkv.tiers.redis_memory import Memory, measure
 from tierkv.tiers.redis_names import Names
 from tierkv.tiers.redis_transfer import IN_FLIGHT_NBYTES, Fetch, codec_of
 from tierkv.tiers.redis_wire import Command
@@ -115,6 +116,13 @@ class SharedTier:
     def match(self, ns_id: bytes, refs: Sequence[Ref]) -> list[bool]:
         """Return for each ref whether it is stored; after a batch with a miss no more is asked, and all is False."""
         return match(self._link, self._names, ns_id, refs)
+
+    def stored(self, ns_id: bytes, refs: Sequence[Ref]) -> list[bool]:
+        """Return for each ref whether it is stored, each asked for; all False where Redis fails."""
+        found: list[bool] = []
+        for batch in batches(refs, BATCH_KEYS):
+            found += exist(self._link, self._names, ns_id, batch) or [False] * len(batch)
+        return found
 
     def fetch(
         self, ns_id: bytes, refs: Sequence[Ref], sink: Sink, *, quiet: bool = False, keep: bool = False
@@ -225,10 +233,15 @@ class SharedTier:
         )
         writes = self._link.writes
         if self._link.up and not writes.up:
-            stat = stat._replace(reason=f"{_WRITES_OUT}: {writes.reason}", since=writes.out_since)
+            reason = f"{_WRITES_OUT}: {writes.reason}"
+            stat = stat._replace(state="read-only", reason=reason, since=writes.out_since)
         elif node := self._link.partly_out:
             stat = stat._replace(reason=f"{node.what} is out: {node.reason}", since=node.out_since)
         return stat
+
+    def memory(self) -> Memory:
+        """Return what Redis has left, and how much it evicted."""
+        return measure(self._link)
 
     def close(self) -> None:
         self.lifetime.close()

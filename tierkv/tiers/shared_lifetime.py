@@ -15,7 +15,6 @@ heard of a pin or a time is put right by the next sweep.
 
 from __future__ import annotations
 
-import logging
 import random
 import struct
 import threading
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from tierkv.health import Repeated
 from tierkv.keys import KEY_NBYTES
 from tierkv.payload import HEADER_NBYTES, BadRecordError, ForeignRecordError, Header, unpack_stored
 from tierkv.resp import Error, Value
@@ -31,8 +31,6 @@ from tierkv.tiers.redis_index import batches, pairs
 from tierkv.tiers.redis_link import OnError, RedisLink
 from tierkv.tiers.redis_names import Names
 from tierkv.tiers.redis_wire import Command
-
-logger = logging.getLogger("tierkv")
 
 #: Seconds for which what was read of pins and times is believed, and between two sweeps.
 MARKS_S = 2.0
@@ -118,6 +116,7 @@ class Lifetime:
         self._errands: dict[bytes, Callable[[], object]] = {}
         self._swept_at = time.monotonic()
         self._changed = threading.Condition()
+        self._unforeseen = Repeated()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tierkv-shared-upkeep", daemon=True)
         self._thread.start()
@@ -379,7 +378,7 @@ class Lifetime:
                     for ns_id in list(self._namespaces()):
                         self.sweep(ns_id)
             except Exception:  # what lives too long or too short is better than a thread that is gone
-                logger.exception("the shared tier's upkeep failed")
+                self._unforeseen.note("the shared tier's upkeep failed", exc_info=True)
 
 
 def _ref(header: Header) -> Ref:

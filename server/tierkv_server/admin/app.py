@@ -25,6 +25,7 @@ from tierkv_server.access import AUTH_DELAY_S, Role
 from tierkv_server.admin import schema
 from tierkv_server.admin.api import Api
 from tierkv_server.admin.endpoints import ENDPOINTS, Caller, Endpoint, Reply
+from tierkv_server.admin.explain import explain
 from tierkv_server.admin.guard import ApiError, Guard, SafeHeaders, WrongTokenError
 from tierkv_server.admin.openapi import make_document
 
@@ -208,7 +209,7 @@ def _query(takes: type[msgspec.Struct], request: Request) -> Any:
     try:
         return msgspec.convert(values, takes, strict=False)
     except msgspec.ValidationError as error:
-        raise ApiError(400, f"a parameter is not right: {error}") from None
+        raise ApiError(400, f"a parameter is not right: {explain(error, takes)}") from None
 
 
 async def _read_body(request: Request) -> bytes:
@@ -239,7 +240,7 @@ def _decode(takes: type[msgspec.Struct], body: bytes) -> Any:
     try:
         return msgspec.json.decode(body, type=takes)
     except msgspec.MsgspecError as error:
-        raise ApiError(400, f"the body is not right: {error}") from None
+        raise ApiError(400, f"the body is not right: {explain(error, takes)}") from None
 
 
 def _error(error: ApiError) -> Response:

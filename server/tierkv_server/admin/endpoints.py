@@ -109,6 +109,12 @@ ENDPOINTS: Sequence[Endpoint] = (
         errors=(409,),
     ),
     Endpoint(
+        "/v1/reuse",
+        "What tiers of other sizes would have hit",
+        schema.Reuse,
+        lambda api, _, who: api.reuse(),
+    ),
+    Endpoint(
         "/v1/prefixes",
         "The stored prefixes",
         schema.Prefixes,

@@ -60,7 +60,7 @@ class AdminServer:
         loopback = is_loopback_address(address)
         self._tls = None if loopback else _make_tls(config.listen, listen, access.tokens)
         self._socket = _bind(config.listen, family, address, port)
-        self.stats = Stats(inspector.stat)
+        self.stats = Stats(inspector.stat, farewells=inspector.take_farewells)
         self._app = App(Api(inspector, self.stats), Guard(access, loopback))
         settings = uvicorn.Config(
             self._app.asgi(),

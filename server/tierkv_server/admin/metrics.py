@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -35,6 +35,24 @@ SERVER_COUNTERS = (
     Column("num_declined", "stores_declined", "Stores that no tier's spill policy wanted, in chunks"),
     Column("num_brought", "prefetched", "Chunks brought from the shared tier to the disk for a session"),
     Column("num_joined", "fetches_joined", "Chunks of a fetch that joined another's fetch of the same chunk"),
+)
+#: Of ``network``.
+CONNECTIONS = ("unix", "tcp", "strangers")
+NETWORK_COUNTERS = (
+    Column("refused", "connections_refused", "Connections refused: no room, or another user"),
+    Column("cut_off", "connections_cut_off", "Connections ended: too slow, or not authenticated in time"),
+    Column("garbage", "connections_garbage", "Connections ended: what came was no command"),
+    Column("wrong_tokens", "wrong_tokens", "Tries to authenticate with a wrong token"),
+)
+#: Of ``fleet``; without a shared tier there are none.
+FLEET_GAUGES = (Column("num_waiting", "fleet_evictions_waiting", "Evictions that Redis has still to hear of"),)
+FLEET_COUNTERS = (
+    Column("num_published", "fleet_evictions_published", "Evictions announced to the fleet, in entries"),
+    Column("num_applied", "fleet_evictions_applied", "Evictions of the fleet carried out here, in entries"),
+    Column("num_again", "fleet_evictions_again", "Evictions announced once more, as Redis had lost them, in entries"),
+    Column("num_gaps", "fleet_gaps", "Times that unknown evictions were missed, and the disk was emptied"),
+    Column("num_late", "fleet_evictions_late", "Chunks evicted once more, as this node had just written them"),
+    Column("num_refused", "fleet_writes_refused", "Batches not written to Redis, as the stream could not be followed"),
 )
 TIER_GAUGES = (
     Column("num_entries", "tier_chunks", "Chunks stored"),
@@ -65,6 +83,7 @@ ENGINE_COUNTERS = (
     Column("not_sent", "engine_not_sent", "Chunks not sent to the server: none, or too much waited"),
     Column("not_saved", "engine_not_saved", "Chunks that left host pools before they were sent on (on-evict)"),
     Column("plans", "engine_plans", "Prefetches started, in plans"),
+    Column("cut", "engine_cut", "Chunks left out of plans because computing them is faster, in chunks"),
     Column("filtered", "engine_filtered", "Requests whose miss was known without a question, in requests"),
     Column("fetched_bad", "engine_fetched_bad", "Chunks that arrived damaged over a connection, and were misses"),
     Column("replans", "engine_replans", "Waiting requests planned again, in plans"),
@@ -83,6 +102,9 @@ ENGINE_GAUGES = (
     Column("store_queue_nbytes", "engine_store_queue_bytes", "Bytes of stores sent or queued and not answered"),
 )
 STATES = ("up", "read-only", "out")
+#: Of each tier's ``state`` and ``since``.
+TIER_UP = Column("state", "tier_up", "1 while the tier can be read, 0 while it is out")
+TIER_SINCE = Column("since", "tier_out_since_seconds", "When the tier's fault began, in seconds since 1970; 0: none")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 #: Engines' counters that are not in the table, at most.
 _MAX_OTHERS = 64
@@ -140,10 +162,31 @@ def _server(snapshot: Snapshot) -> Iterator[Metric]:
         counter = _counter(column)
         counter.add_metric((), server[column.field])
         yield counter
+    yield from _network(server["network"])
+    yield from _fleet(server["fleet"])
     info = GaugeMetricFamily("tierkv_namespace_info", "The namespaces' models", labels=("namespace", "model"))
     for row in snapshot.stat["namespaces"]:
         info.add_metric((row["id"], row["model"]), 1)
     yield info
+
+
+def _network(network: Mapping[str, int]) -> Iterator[Metric]:
+    connections = GaugeMetricFamily("tierkv_connections", "Connections that are open", labels=("kind",))
+    for kind in CONNECTIONS:
+        connections.add_metric((kind,), network.get(kind, 0))
+    yield connections
+    for column in NETWORK_COUNTERS:
+        counter = _counter(column)
+        counter.add_metric((), network.get(column.field, 0))
+        yield counter
+
+
+def _fleet(fleet: Mapping[str, int]) -> Iterator[Metric]:
+    for make, columns in ((_gauge, FLEET_GAUGES), (_counter, FLEET_COUNTERS)):
+        for column in columns if fleet else ():
+            metric = make(column)
+            metric.add_metric((), fleet[column.field])
+            yield metric
 
 
 def _tiers(snapshot: Snapshot) -> Iterator[Metric]:
@@ -153,6 +196,11 @@ def _tiers(snapshot: Snapshot) -> Iterator[Metric]:
         for name in STATES:
             state.add_metric((row["name"], name), float(row["state"] == name))
     yield state
+    up, since = _gauge(TIER_UP, ("tier",)), _gauge(TIER_SINCE, ("tier",))
+    for row in rows:
+        up.add_metric((row["name"],), float(row["state"] in ("up", "read-only")))
+        since.add_metric((row["name"],), row["since"])
+    yield from (up, since)
     for column in TIER_GAUGES:
         gauge = _gauge(column, ("tier",))
         for row in rows:

@@ -210,7 +210,7 @@ class NamespaceRow(msgspec.Struct, frozen=True):
 
 
 class ServerRow(msgspec.Struct, frozen=True):
-    """The server itself."""
+    """The server itself. ``fleet`` is empty where there is no shared tier."""
 
     version: str
     pid: int
@@ -227,6 +227,8 @@ class ServerRow(msgspec.Struct, frozen=True):
     num_declined: int
     num_joined: int
     num_brought: int
+    network: dict[str, int]
+    fleet: dict[str, int]
 
 
 class Stat(msgspec.Struct, frozen=True):
@@ -473,3 +475,55 @@ class History(msgspec.Struct, frozen=True):
     engines: list[int]
     chunks: dict[str, list[int]]
     tiers: dict[str, TierHistory]
+
+
+class NamespaceCurve(msgspec.Struct, frozen=True):
+    """A namespace's part in a curve: what it would have hit, had the tier as a whole each of the sizes."""
+
+    id: str
+    model: str
+    asked: int
+    num_sampled: int
+    hit_rates: list[float]
+
+
+class ReuseCurve(msgspec.Struct, frozen=True):
+    """What a tier of each of ``sizes`` (bytes) would have hit, by least recently used: shares of ``asked`` chunks.
+
+    ``host``: of all chunks that requests asked for, by bytes of each engine's pool. ``disk``: of those that were
+    neither on the GPU nor in the host pool. ``found``: the share that the tiers did find (``host``: GPU and host pool).
+    """
+
+    name: Literal["host", "disk"]
+    num_engines: int
+    found: float | None
+    budget: int
+    asked: int
+    num_sampled: int
+    rate: float
+    distinct_nbytes: int
+    sizes: list[int]
+    hit_rates: list[float]
+    namespaces: list[NamespaceCurve]
+
+
+class SourceHistory(msgspec.Struct, frozen=True):
+    """The chunks that requests asked for, by what gave them, in each interval from ``times`` (in s) on."""
+
+    interval_s: int
+    times: list[int]
+    chunks: dict[str, list[int]]
+
+
+class Reuse(msgspec.Struct, frozen=True):
+    """Miss-ratio curves from sampled reuse distances (``docs/cli.md#report``), and the last day's hits.
+
+    ``since`` in seconds since 1970; what was asked ``half_life_s`` ago counts half. ``num_lost`` chunks that requests
+    asked for are missing.
+    """
+
+    since: float
+    half_life_s: float
+    num_lost: int
+    tiers: list[ReuseCurve]
+    history: SourceHistory

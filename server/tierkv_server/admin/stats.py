@@ -6,14 +6,13 @@ and scrapers share one answer.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-logger = logging.getLogger("tierkv")
+from tierkv.health import Repeated
 
 #: Whoever asks within this time of another gets its answer.
 MAX_AGE_S = 1.0
@@ -33,8 +32,8 @@ STATES = frozenset({"store_queue_nbytes"})
 class EngineTotals:
     """Engines' counters by namespace, summed over all that this server has seen.
 
-    An engine takes its counters with it when it leaves; its last ones are kept here, so that sums never fall. What it
-    counted after it was asked last is lost. Engines are told apart by id and process.
+    An engine takes its counters with it when it leaves; its last ones are kept here, so that sums never fall. What one
+    that was killed had counted since it was asked last is lost. Engines are told apart by id and process.
     """
 
     def __init__(self) -> None:
@@ -100,18 +99,26 @@ class Stats:
 
     Args:
         stat: asks for them; may take some seconds.
+        farewells: returns the rows of engines that have left since it was called last.
 
     Thread-safety: every method may be called from any thread.
     """
 
-    def __init__(self, stat: Callable[[], Mapping[str, Any]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stat: Callable[[], Mapping[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+        farewells: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+    ) -> None:
         self.asks = stat
+        self._farewells = farewells
         self._clock = clock
         self._totals = EngineTotals()
         self._asking = threading.Lock()
         self._newest: Snapshot | None = None
         self._valid_from = 0.0
         self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
+        self._unforeseen = Repeated()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tierkv-admin-history", daemon=True)
 
@@ -144,6 +151,7 @@ class Stats:
             taken = self._clock()
             stat = self.asks()
             self._totals.update(stat["engines"])
+            self._totals.update(self._farewells())  # after what these engines may have said just before
             newest = self._newest = Snapshot(taken, stat, self._totals.by_namespace())
             return newest
 
@@ -164,7 +172,9 @@ class Stats:
             try:
                 self.sample()
             except Exception:  # a fault here must not end the history
-                logger.exception("the statistics could not be taken; trying again in %g s", INTERVAL_S)
+                self._unforeseen.note(
+                    "the statistics could not be taken; trying again in %g s", INTERVAL_S, exc_info=True
+                )
             self._stop.wait(INTERVAL_S)
 
     def history(self, since: float = 0.0) -> dict[str, Any]:
