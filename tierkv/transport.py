@@ -11,7 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from tierkv.errors import BusyError, ConfigError, NotAdmittedError, NotFoundError, RefusedError, UnavailableError
+from tierkv.errors import (
+    BusyError,
+    ConfigError,
+    DamagedError,
+    NotAdmittedError,
+    NotFoundError,
+    RefusedError,
+    UnavailableError,
+)
 from tierkv.resp import Error, Parser, encode_command
 from tierkv.unix import short_path
 
@@ -21,6 +29,7 @@ _RECV_NBYTES = 1 << 18
 _ERRORS = {
     "BUSY": BusyError,
     "NOTFOUND": NotFoundError,
+    "DAMAGED": DamagedError,
     "NOAUTH": NotAdmittedError,
     "WRONGPASS": NotAdmittedError,
     "NOPERM": NotAdmittedError,
