@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from tierkv import __version__
+from tierkv.asked import AskedLog
 from tierkv.client import StoreClient
 from tierkv.config import COMMAND_NBYTES, PROTOCOL_VERSION
 from tierkv.hostindex import Entry, Fetch, HostIndex
@@ -113,6 +114,8 @@ class FakeEngine:
         self.last_sources: list[str] = []  #: where the chunks of the last :meth:`get` came from
         self.orders: list[bytes] = []  #: what operators said of sessions
         self.mute = False  #: answer no push before this is False again
+        self.tells = False  #: tell the server what :meth:`get` asks for, as real engines do
+        self.asked = AskedLog(self.counters)
         about: dict[str, Any] = {
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
@@ -125,6 +128,7 @@ class FakeEngine:
             self.pool,
             launcher,
             self._pushed,
+            self.asked,
         )
         try:
             self.welcome = self.client.start()
@@ -200,7 +204,10 @@ class FakeEngine:
         """
         self.index.apply_drops()
         keys = self.keys(tokens, salt)
-        self._fetch(keys, self.index.run_end(keys, 0, len(keys)), salt)
+        found = self.index.run_end(keys, 0, len(keys))
+        if self.tells and keys:
+            self.asked.note(keys, 0, found)
+        self._fetch(keys, found, salt)
         end = self.index.run_end(keys, 0, len(keys))
         entries = [entry for key in keys[:end] if (entry := self.index.peek(key)) is not None]
         self.last_sources = [self.index.used(entry) for entry in entries]
