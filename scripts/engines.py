@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -125,6 +126,14 @@ class Valkey:
                     return
             time.sleep(0.05)
         raise EngineFailedError("the embedded Valkey does not answer")
+
+    def freeze(self) -> None:
+        """Let the server stand still: it keeps its connections and answers nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """End the server."""

@@ -37,6 +37,7 @@ class Driver:
         self._asked: list[list[Any]] = []
         self._held: dict[str, list[float]] = {}
         self._num_failing = 0
+        self._events: list[dict[str, Any]] | None = None
         self._requests: dict[tuple[tuple[int, ...], str | None], Any] = {}
 
     # -- requests
@@ -45,6 +46,8 @@ class Driver:
         """Start the engine and return this process's id."""
         from vllm import LLM
 
+        if armed := os.environ.get("TIERKV_TEST_DIE_AT"):  # a point of fire.in_engine
+            self.die_at(armed)
         self._llm = LLM(**settings)
         if self._in_process:
             self._remember_requests(self._core.scheduler)
@@ -60,13 +63,14 @@ class Driver:
         batch: bool = False,
         params: Any = None,
         skip_reading: bool = False,
+        lora: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Run prompts greedily, together or one at a time, and return their answers."""
         names = []
         for prompt in prompts:
             self._count += 1
             names.append(f"run{self._count}")
-            self.add(names[-1], prompt, max_tokens, salt, params, skip_reading)
+            self.add(names[-1], prompt, max_tokens, salt, params, skip_reading, lora)
             if not batch:
                 self._finish(names[-1:])
         self._finish(names)
@@ -80,8 +84,15 @@ class Driver:
         salt: str | None = None,
         params: Any = None,
         skip_reading: bool = False,
+        lora: list[Any] | None = None,
     ) -> None:
-        """Add a request, with its ``kv_transfer_params``, which may not read any cache; :meth:`step` runs it."""
+        """Add a request that :meth:`step` runs.
+
+        Args:
+            params: its ``kv_transfer_params``.
+            skip_reading: it may not read any cache.
+            lora: name, number and path of its adapter.
+        """
         from vllm import SamplingParams
 
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=4, detokenize=False)
@@ -91,7 +102,12 @@ class Driver:
         request: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             request["cache_salt"] = salt
-        self._llm.llm_engine.add_request(name, request, sampling)
+        adapter = None
+        if lora is not None:
+            from vllm.lora.request import LoRARequest
+
+            adapter = LoRARequest(*lora)
+        self._llm.llm_engine.add_request(name, request, sampling, lora_request=adapter)
 
     def say(self, text: str | None = None, messages: Any = None, max_tokens: int = 2) -> dict[str, Any]:
         """Run a prompt that vLLM itself makes token ids of, and return these and how many of them were not computed."""
@@ -137,6 +153,17 @@ class Driver:
         held, self._held = self._held, {}
         return {name: last - first for name, (first, last) in held.items()}
 
+    def die_at(self, point: str, number: int = 1) -> None:
+        """Have this process end with SIGKILL at the ``number``-th pass of a point (:mod:`fire.in_engine`)."""
+        from fire.in_engine import arm
+
+        arm(point, number)
+
+    def forget(self) -> None:
+        """Forget past requests and questions, kept for tests that look back: memory is about to be measured."""
+        self._requests.clear()
+        self._asked.clear()
+
     def reset_gpu(self) -> bool:
         """Empty vLLM's own prefix cache and nothing else."""
         return bool(self._llm.reset_prefix_cache())
@@ -152,6 +179,15 @@ class Driver:
         stat: dict[str, Any] = msgspec.to_builtins(self._sched.stat())
         return stat
 
+    def layout(self) -> dict[str, Any]:
+        """Return what a chunk's bytes mean."""
+        layout: dict[str, Any] = msgspec.to_builtins(self._sched.layout)
+        return layout
+
+    def num_preemptions(self) -> int:
+        """Return how often the requests that this process remembers were preempted."""
+        return sum(request.num_preemptions for request in self._requests.values())
+
     def connected(self) -> bool:
         """Return whether there is a store server now."""
         return self._sched.client is not None and self._sched.client.connected()
@@ -160,6 +196,10 @@ class Driver:
         """Wait until the store server has answered every STORE, and return the counters."""
         self._wait(lambda: not self._sched.stat().counters["store_queue_nbytes"])
         return dict(self._sched.stat().counters)
+
+    def adapters_known(self) -> None:
+        """Wait until every adapter that a request brought has been hashed."""
+        assert self._sched.adapters.wait(TIMEOUT_S)
 
     def clear_host(self) -> None:
         """Empty the host pool as if the engine were new: same keys, same store server."""
@@ -208,6 +248,41 @@ class Driver:
         words[word] ^= np.uint32(1 << bit)
         return [before, float(words.view(np.float32)[word])]
 
+    # -- what an engine tells
+
+    def metrics(self) -> str:
+        """Return what vLLM's ``/metrics`` shows of this process. Wants ``disable_log_stats=False``."""
+        from prometheus_client import generate_latest
+
+        return generate_latest().decode()
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the KV events that vLLM has published since the last call. The first call begins to record."""
+        publisher = self._core.scheduler.kv_event_publisher
+        if self._events is None:
+            self._events, publish = [], publisher.publish
+
+            def record(batch: Any) -> None:
+                assert self._events is not None
+                self._events += [msgspec.to_builtins(event) | {"type": type(event).__name__} for event in batch.events]
+                publish(batch)
+
+            publisher.publish = record
+        events, self._events = self._events, []
+        return json.loads(msgspec.json.encode(events).decode())
+
+    def watched(self) -> bool:
+        """Return whether anybody is told of the host index's changes."""
+        return self._sched.index.watcher is not None
+
+    def block_hashes(self, prompt: list[int], salt: str | None = None) -> list[str]:
+        """Return vLLM's hashes of a prompt's blocks, as its events have them."""
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+        hashes = [maybe_convert_block_hash(each) for each in self._requests[tuple(prompt), salt].block_hashes]
+        shown: list[str] = json.loads(msgspec.json.encode(hashes).decode())
+        return shown
+
     # -- faults
 
     def fail_loads(self, num: int) -> None:
@@ -217,7 +292,7 @@ class Driver:
         from tierkv_connector.device import Done
 
         device = get_kv_transfer_group()._work._device
-        load, finished, failed = device.load, device.finished, []
+        load, load_now, finished, failed = device.load, device.load_now, device.finished, []
         self._num_failing = num
 
         def failing_load(jobs: Any) -> None:
@@ -228,16 +303,26 @@ class Driver:
                 else:
                     load([job])
 
+        def failing_load_now(jobs: Any) -> list[Any]:
+            doomed = list(jobs)[: self._num_failing]
+            self._num_failing -= len(doomed)
+            failed.extend(Done(job, False, 0, 0.0) for job in doomed)
+            return doomed + load_now(jobs[len(doomed) :])
+
         def finished_and_failed() -> list[Any]:
             done = finished() + failed
             failed.clear()
             return done
 
-        device.load, device.finished = failing_load, finished_and_failed
+        device.load, device.load_now, device.finished = failing_load, failing_load_now, finished_and_failed
 
     def fail_rank(self, rank: int, what: str) -> None:
         """Make one rank's next copy of a chunk (``what``: load or store) fail; the other ranks go on."""
         self._llm.collective_rpc(_fail_next_copy, args=(rank, what))
+
+    def load_in_step(self, nbytes: int) -> None:
+        """Make loads of up to ``nbytes`` a part of the step that needs them, and others be waited for."""
+        self._sched.loads._limit = nbytes
 
     def strand_next_load(self) -> None:
         """Make the scheduler half raise when it is to plan the next load, after vLLM has given blocks out for it."""

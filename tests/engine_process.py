@@ -1,4 +1,7 @@
-"""Real vLLM engines for tests, each in a process of its own that a test can question, stop and kill."""
+"""Real vLLM engines for tests, each in a process of its own that a test can question, stop and kill.
+
+They are the environment's vLLM, or the version that ``TIERKV_VLLM`` names (:mod:`vllm_versions` provides it).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 from tierkv.client import AdminClient
 from tierkv.config import socket_path
 from tierkv.errors import TierKVError
+from vllm_versions import engine_env
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 90.0
@@ -306,7 +310,7 @@ class _Nursery:
     _known: ClassVar[dict[str | None, _Nursery]] = {}
 
     def __init__(self, hash_seed: str | None) -> None:
-        env = os.environ | _NURSERY_ENV
+        env = os.environ | _NURSERY_ENV | engine_env()
         env.pop("PYTHONHASHSEED", None)
         if hash_seed is not None:
             env["PYTHONHASHSEED"] = hash_seed
@@ -367,10 +371,11 @@ class Lab:
     def engine(self, model: Path, connector: dict[str, Any] | None = None, **options: Any) -> Engine:
         """Return a new engine; see :class:`Engine`. Tiers are small unless ``connector`` says otherwise.
 
-        Nor does a deadline end a wait that a busy machine makes long: tests that are about it set their own.
+        Nor does a deadline end a wait that a busy machine makes long, or a fetch lose to a model that computes a chunk
+        in a millisecond, and every load is one that its request waits for: tests that are about it set their own.
         """
         if connector is not None:
-            small = {"host_bytes": "64MiB", "deadline_s": 30.0} | ({"disk_bytes": "256MiB"} if "disk_dir" in connector else {})
+            small = {"host_bytes": "64MiB", "deadline_s": 30.0, "cost_gate": False, "sync_load_bytes": 0} | ({"disk_bytes": "256MiB"} if "disk_dir" in connector else {})
             connector = small | connector
         engine = Engine(model, self.directory, connector, **options)
         self._engines.append(engine)

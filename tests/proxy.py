@@ -122,6 +122,7 @@ class Proxy:
     Attributes:
         requests, replies: the two directions.
         num_connections: connections taken so far.
+        num_swallowed: bytes that a black hole took.
         num_round_trips: how often a client sent something after it had received something, over all connections; its
             first words count. Pipelined commands are one, so long as no reply came before the last of them was sent.
     """
@@ -129,7 +130,7 @@ class Proxy:
     def __init__(self, upstream: Address, *, listen: Path | None = None) -> None:
         self.upstream = upstream
         self.requests, self.replies = Direction(), Direction()
-        self.num_connections = self.num_round_trips = 0
+        self.num_connections = self.num_round_trips = self.num_swallowed = 0
         self._path = listen
         self._open = threading.Event()  # cleared: nothing is read
         self._open.set()
@@ -303,6 +304,8 @@ class Proxy:
             if direction.delay_s:
                 link.ended.wait(direction.delay_s)
             if link.dead:
+                with self._lock:
+                    self.num_swallowed += len(data)
                 return True
             data, over = direction._take(data)
             self._count(link, asking)

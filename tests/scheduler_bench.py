@@ -323,6 +323,7 @@ class Bench:
         seed: decides all that happens in :meth:`do`.
         num_slots, num_blocks: sizes of the host pool and of the GPU.
         extra_seed: ask more often than vLLM would: 1 to 20 times where the bench without it asks once.
+        sync_load_nbytes: loads of at most so many bytes are part of the step that needs them.
         late_outputs: schedule a step before the last one's output is known (asynchronous scheduling).
     """
 
@@ -335,6 +336,7 @@ class Bench:
         extra_seed: int | None = None,
         late_outputs: bool = False,
         token_budget: int = 24,
+        sync_load_nbytes: int = 0,
     ) -> None:
         self.rng = Random(seed)
         self.extra = None if extra_seed is None else Random(extra_seed)
@@ -345,7 +347,10 @@ class Bench:
         self.pool = HostPool(shape, [Segment.create(shape.segment_nbytes(0))])
         self.gpu = BlockPool(num_blocks)
         self.client = FakeClient()
-        config = EngineConfig(shape.nbytes, "auto", Path("/none"), 1 << 30, None, CHUNK_TOKENS, DEADLINE_S)
+        config = EngineConfig(
+            shape.nbytes, "auto", Path("/none"), 1 << 30, None, CHUNK_TOKENS, DEADLINE_S,
+            sync_load_bytes=sync_load_nbytes,
+        )  # fmt: skip
         self.sched = Scheduler.__new__(Scheduler)
         self.sched._setup(config, Offer(shape, LAYOUT), self.pool, "bench", lambda: self.now)
         self.sched._identity = bytes(32)
@@ -374,7 +379,7 @@ class Bench:
         self.origins: dict[tuple[int, int], str] = {}  # (slot, generation) -> tier that its payload came from
         self.hits: Counter[str] = Counter()
         self.told: list[dict[str, Any]] = []  # what requests were answered about their hints
-        self.num_claimed = self.num_loaded_chunks = self.num_none = 0
+        self.num_claimed = self.num_loaded_chunks = self.num_none = self.num_sync_loads = 0
         self._num_added = 0
         self._num_checked = 0
 
@@ -686,8 +691,9 @@ class Bench:
             slots = {k: e.slot for k in self.keys[request.request_id] if (e := self.sched.index.peek(k)) is not None}
             blocks = SimpleNamespace(get_block_ids=lambda r=request: (list(r.block_ids),))
             self.sched.update_state_after_alloc(request, blocks, ext)
+            if ext:
+                self._expect_load(request, len(hits), ext, slots, waits=load)
             if load:
-                self._expect_load(request, len(hits), ext, slots)
                 request.num_computed = num_computed
                 request.status, request.recved, request.failed = "loading", False, False
                 skipped.append(self.waiting.popleft())
@@ -765,13 +771,17 @@ class Bench:
         for job in list(self.pending_stores):
             if not set(self.meta.fence).isdisjoint(job.piece.block_ids):
                 self.run_store(job)
+        for job in self.meta.loads:
+            assert bool(job.sync_id) == (job.req_id in ids), "a load of another kind than vLLM took it for"
+            if job.sync_id:
+                self.run_load(job)
         for request, count in scheduled.items():
             self._compute(request, count)
         for request in scheduled:
             for i in range(request.num_computed // BLOCK_TOKENS):
                 assert self.gpu.data[request.block_ids[i]] == request.block_hashes[i], "attention over other bytes"
         self.pending_stores += self.meta.stores
-        self.pending_loads += [(job, self.now) for job in self.meta.loads]
+        self.pending_loads += [(job, self.now) for job in self.meta.loads if not job.sync_id]
         return self._collect([(r, r.num_preemptions) for r in scheduled])
 
     def _compute(self, request: Request, count: int) -> None:
@@ -790,6 +800,12 @@ class Bench:
                 report.stored[job.job_id] = 1
                 if not ok:
                     report.failed_stores.add(job.job_id)
+                continue
+            if job.sync_id:  # on a device its event may pass later
+                if self.rng.random() < self.split_reports:
+                    keep.append((job, ok))
+                else:
+                    report.loaded[job.sync_id] = 1
                 continue
             if not ok:
                 report.failed_loads.add(job.req_id)
@@ -950,7 +966,8 @@ class Bench:
             )
             assert by_plan or by_load, "vLLM was told to wait for nothing"
             return
-        assert answer == (count, count > 0)
+        num_chunks = -(-(num_computed + count) // CHUNK_TOKENS) - num_computed // CHUNK_TOKENS
+        assert answer == (count, count > 0 and num_chunks * PAYLOAD_NBYTES > sched.loads.sync_nbytes)
         stop = min(len(keys), (request.num_tokens - 1) // CHUNK_TOKENS)
         end = first
         while end < stop and self.usable(keys[end]):
@@ -966,7 +983,9 @@ class Bench:
         assert self.payload(entry.slot) == self.contents[key], "a chunk is offered with other bytes"
         return True
 
-    def _expect_load(self, request: Request, num_hits: int, ext: int, slots: dict[bytes, int]) -> None:
+    def _expect_load(
+        self, request: Request, num_hits: int, ext: int, slots: dict[bytes, int], waits: bool = True
+    ) -> None:
         keys = self.keys[request.request_id]
         assert request.epoch == self.sched._epoch
         expected = []
@@ -977,7 +996,10 @@ class Bench:
         assert request.request_id not in self.expected_loads
         self.expected_loads[request.request_id] = expected
         chunks = range(num_hits // BLOCKS_PER_CHUNK, -(-(num_hits + ext // BLOCK_TOKENS) // BLOCKS_PER_CHUNK))
-        self.loads_under_way[request.request_id] = ({keys[i] for i in chunks}, self.now)
+        if waits:
+            self.loads_under_way[request.request_id] = ({keys[i] for i in chunks}, self.now)
+        else:
+            self.num_sync_loads += 1
         self.num_loaded_chunks += len(chunks)
         for i in chunks:
             slot = slots[keys[i]]
@@ -1028,6 +1050,8 @@ class Bench:
         for state in sched.requests.values():
             owners += state.load or ()
         for entries in sched._ended_loads.values():
+            owners += entries
+        for _, entries in sched.loads._under_way.values():
             owners += entries
         owners += sched.spill._saving
         writers = [e for f in sched._fetching for e in f.entries] + list(sched.spill.copying.values())

@@ -31,6 +31,7 @@ from pathlib import Path
 import msgspec
 
 from tierkv.admin_client import AdminClient as AdminClient
+from tierkv.asked import REPORT_INTERVAL_S, AskedLog
 from tierkv.errors import (
     BusyError,
     ConfigError,
@@ -41,11 +42,11 @@ from tierkv.errors import (
     UnavailableError,
 )
 from tierkv.filter import KeyFilter
-from tierkv.health import Health
+from tierkv.health import Health, Repeated
 from tierkv.hostindex import Fetch
 from tierkv.inline_client import InlineTransfers, merge_letters
 from tierkv.launcher import Launcher
-from tierkv.messages import MORE_KEYS, WHOLE_FILTER, Hello, StoreItem, Welcome
+from tierkv.messages import FAREWELL, MORE_KEYS, WHOLE_FILTER, Hello, StoreItem, Welcome
 from tierkv.pool import HostPool
 from tierkv.resp import Error, Parser, Simple, Value, encode_command
 from tierkv.sessions import SessionTurn
@@ -61,8 +62,12 @@ REPLY_TIMEOUT_S = 5.0
 #: A STORE may wait for the disk longer than that.
 STORE_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 2.0
+#: A server that took this engine in and was lost again within this time has not been back: it must have had to answer.
+SETTLE_S = 2 * REPLY_TIMEOUT_S
 #: How long an engine's start waits for a server that it launches.
 LAUNCH_TIMEOUT_S = 15.0
+#: How long an engine that leaves waits for the server to take its last counters.
+_FAREWELL_S = 0.5
 _RECV_NBYTES = 1 << 18
 _SEND_NBYTES = 1 << 18
 #: Bytes that a lane sends before the others have their turn: payloads of stores do not hold up what requests wait for.
@@ -124,6 +129,7 @@ class _Lane:
         self.timeout_s = timeout_s
         self.out: deque[_Command] = deque()
         self.waiting: deque[_Command] = deque()
+        self.answered_at = 0.0  # of the last reply: before it the server was busy with another command
         self.moved_at = 0.0  # of the last bytes that came: a lane is late when nothing comes, not when much is queued
         self.parser = Parser()
 
@@ -185,6 +191,7 @@ class StoreClient:
         pool: the host pool; not owned.
         launcher: starts a server where none answers; None if this engine may not.
         on_push: called on the reader thread with a question's name and body; returns the answer.
+        asked: what requests ask for, to be told of.
     """
 
     def __init__(
@@ -194,14 +201,23 @@ class StoreClient:
         pool: HostPool,
         launcher: Launcher | None,
         on_push: Callable[[str, bytes], bytes],
+        asked: AskedLog | None = None,
     ) -> None:
         self._address = address if isinstance(address, Address) else Address(path=address)
-        self.health = Health(f"the store server at {self._address}")
+        self.health = Health(
+            f"the store server at {self._address}",
+            meanwhile="Serving goes on without it, with what is on the GPU and in the host pool.",
+            settle_s=SETTLE_S,
+        )
+        self._refusals = Repeated()
+        self._unforeseen = Repeated()
         self._hello = msgspec.structs.replace(hello, inline=True) if self._address.remote else hello
         self._pool = pool
         self._inline = InlineTransfers(pool) if self._hello.inline else None
         self._launcher = launcher
         self._on_push = on_push
+        self._asked = asked
+        self._asked_at = float("-inf")  # of the last report; infinity while its answer is awaited, or none are taken
         self._session: _Session | None = None
         self._old_leases: dict[socket.socket, set[Fetch]] = {}
         self._commands: deque[_Command] = deque()
@@ -356,6 +372,7 @@ class StoreClient:
         """Leave the server and stop the reader thread. Idempotent."""
         if self._closed:
             return
+        self._say_farewell()
         self._closed = True
         self._wake()
         if self._thread.is_alive():
@@ -366,6 +383,19 @@ class StoreClient:
             self._release(lease)
         self._selector.close()
         os.close(self._wake_fd)
+
+    def _say_farewell(self) -> None:
+        """Leave the server this engine's last counters, which nobody can ask for any more."""
+        if self._session is None or not self._thread.is_alive():
+            return
+        heard = threading.Event()
+        try:
+            stat = self._on_push("stat", b"")
+        except Exception:  # an engine that ends while it fails is to end
+            self._unforeseen.note("the last statistics could not be made", exc_info=True)
+            return
+        self._queue(self.next_lane(), [b"TKV.ANSWER", FAREWELL, stat], lambda _: heard.set(), None)
+        heard.wait(_FAREWELL_S)
 
     def _queue(self, lane: int, words: Sequence[bytes | int], reply: Reply, fetch: Fetch | None) -> None:
         command = _Command(lane, encode_command(words), reply, fetch)
@@ -388,8 +418,9 @@ class StoreClient:
             try:
                 self._step()
             except Exception:  # nothing here may stop the thread: the engine would wait for ever
-                logger.exception("the store client failed in an unforeseen way")
+                self._unforeseen.note("the store client failed in an unforeseen way", exc_info=True)
                 self._end("an unforeseen fault")
+                time.sleep(0.05)
 
     def _step(self) -> None:
         if self._session is None and self.health.available():
@@ -402,8 +433,11 @@ class StoreClient:
                 self._service_lane(key.data, events)
             else:
                 self._lease_event(key.fileobj)  # type: ignore[arg-type]
+        self._report_asked()
         self._send_commands()
         self._check_timeouts()
+        if self._session is not None:
+            self.health.worked()
 
     def _patience_s(self) -> float:
         if self._session is None:
@@ -456,6 +490,9 @@ class StoreClient:
             self._selector.register(lease, selectors.EVENT_READ, "lease")
         self._session = session
         self._warn_of_budget(welcome)
+        self._asked_at = float("-inf")
+        if self._asked is not None:
+            self._asked.restart()
 
     def _say_hello(self, sock: socket.socket) -> socket.socket | None:
         """Send the hello, with the pool's descriptors where they can travel, and return our end of the lease socket."""
@@ -493,6 +530,25 @@ class StoreClient:
                 format_size(welcome.disk_bytes),
                 format_size(self._hello.disk_bytes or 0),
             )
+
+    def _report_asked(self) -> None:
+        """Tell what requests asked for: one report at a time, on the lane that no request waits for."""
+        session, now = self._session, time.monotonic()
+        if self._asked is None or session is None or now - self._asked_at < REPORT_INTERVAL_S:
+            return
+        asked, report = self._asked, self._asked.take()
+        if report is None:
+            return
+        self._asked_at = float("inf")
+
+        def answered(threshold: bytes | None) -> None:
+            if threshold is not None and self._session is session:
+                asked.answered(threshold)
+                self._asked_at = now
+
+        words: list[bytes | int] = [b"TKV.ASKED", msgspec.msgpack.encode(report)]
+        with self._lock:
+            self._commands.append(_Command(NUM_LANES, encode_command(words), answered))
 
     def _send_commands(self) -> None:
         with self._lock:
@@ -587,11 +643,15 @@ class StoreClient:
             raise ProtocolError("a reply came that nobody asked for")
         command = lane.waiting[0]
         if isinstance(value, Error):  # an answer too: the command brought nothing and writes no slot any more
-            logger.warning("the store server refused a command: %s", value)
+            self._refusals.note("the store server refused a command, which brings nothing: %s", value)
             value = b"" if lane in session.lanes else None
         elif command.fetch is not None and self._inline is not None:
             value = self._verified(self._inline, command.fetch, value)
         lane.waiting.popleft()
+        now = time.monotonic()
+        if command.fetch is not None:
+            command.fetch.seconds = now - max(command.sent_at, lane.answered_at)
+        lane.answered_at = now
         command.reply(value if isinstance(value, bytes) else None)
         if lane in session.lanes:
             session.fetches = {f for f in session.fetches if not f.released}
@@ -622,13 +682,13 @@ class StoreClient:
             answer = self._on_push(what.decode(), body)
         words: list[bytes | int] = [b"TKV.ANSWER", number, answer]
         command = _Command(NUM_LANES, encode_command(words), lambda _: None)
-        if self._inline is None:
+        if self._inline is None and what == b"invalidate":  # behind the stores that were queued before
             with self._lock:
                 self._commands.append(command)
         elif what == b"invalidate" and session.is_storing(body):
             out = session.store.out
             out.insert(1 if out and out[0].sent_at else 0, command)
-        else:  # past the payloads that wait: drop() has taken from them what must not follow this answer
+        else:  # past stores, which may wait for a disk: of them drop() has taken what must not follow this answer
             session.push.out.append(command)
 
     def _check_timeouts(self) -> None:

@@ -88,6 +88,9 @@ class EngineConfig(msgspec.Struct, frozen=True):
         shared_url: URL of the Redis or Valkey that a fleet shares (``server="auto"`` only), or None.
         chunk_tokens: tokens a chunk, a whole number of blocks; None for about 4 MiB a chunk.
         deadline_s: seconds after which a request stops waiting for its plan and computes the rest.
+        cost_gate: fetch only what is not much slower than computing it, by what was measured; else whatever is stored.
+        sync_load_bytes: loads of at most so many bytes are part of the step that needs them; None: as many as take
+            about 2 ms, measured; 0: no load is. Larger ones go on beside other requests' steps.
         spill: when chunks go to ``disk`` and ``shared`` (``server="auto"`` only): ``through``, ``on-evict``,
             ``second-use`` or ``never``; by default ``through`` to disk and ``second-use`` to the shared tier.
         hints: what requests' hints may ask for (:class:`HintLimits`).
@@ -103,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     shared_url: str | None
     chunk_tokens: int | None
     deadline_s: float
+    cost_gate: bool = True
+    sync_load_bytes: int | None = None
     spill: Mapping[str, Spill] = {}
     hints: HintLimits = HintLimits()
     server_token_file: Path | None = None
@@ -161,6 +166,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
             shared_url=check_shared_url(options.get("shared_url")),
             chunk_tokens=_chunk_tokens(options.get("chunk_tokens")),
             deadline_s=parse_seconds(options, "deadline_s", DEFAULT_DEADLINE_S),
+            cost_gate=_flag(options, "cost_gate", default=True),
+            sync_load_bytes=_sync_load_bytes(options.get("sync_load_bytes")),
             spill=parse_spill(options.get("spill")),
             hints=parse_hint_limits(options.get("hints")),
             **files,
@@ -310,6 +317,21 @@ def parse_seconds(options: Mapping[str, Any], name: str, default: float) -> floa
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 3600:
         raise ConfigError(f"{name}={value!r} is not possible; set seconds from 0 to 3600, such as {default:g}")
     return float(value)
+
+
+def _sync_load_bytes(value: Any) -> int | None:
+    if value is None or (value == 0 and not isinstance(value, bool)):
+        return value
+    return parse_bytes({"sync_load_bytes": value}, "sync_load_bytes", 0)
+
+
+def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = options.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is neither true nor false; set it to one of them, or leave it out")
+    return value
 
 
 def _chunk_tokens(value: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,15 +12,24 @@ logger = logging.getLogger("tierkv")
 
 BACKOFF_MIN_S = 0.5
 BACKOFF_MAX_S = 30.0
+#: What happens again and again without being a state is logged once in this time.
+REPEAT_S = 60.0
 
 
 class Health:
     """Says whether to try ``what`` now. Logs one line when a fault begins and one when it ends.
 
-    The back-off doubles from ``BACKOFF_MIN_S`` to ``BACKOFF_MAX_S`` with every fault in a row, with a jitter of a
-    quarter, so that many clients of one dead server do not return together.
+    The back-off doubles from ``BACKOFF_MIN_S`` to ``BACKOFF_MAX_S`` with every try that fails in a row, with a jitter
+    of a quarter, so that many clients of one dead server do not return together. During the back-off nothing is tried:
+    what fails or succeeds then began before, and changes neither the back-off nor the state.
 
-    Thread-safety: attributes are read and written whole; a race costs at most one extra try.
+    Args:
+        what: what it is, as a sentence begins with it.
+        meanwhile: what happens until it is back, in a sentence.
+        settle_s: seconds that it has to work for without a fault before it is called back. Until then it may be tried,
+            the fault goes on, and the next failure doubles the back-off: for what seems to work before it is used.
+
+    Thread-safety: every method may be called from any thread; a race costs at most one extra try.
     """
 
     def __init__(
@@ -27,15 +37,23 @@ class Health:
         what: str,
         clock: Callable[[], float] = time.monotonic,
         rng: Callable[[], float] = random.random,
+        *,
+        meanwhile: str = "Serving goes on without it.",
+        settle_s: float = 0.0,
     ) -> None:
         self.what = what
         self.reason = ""
         self.out_since = 0.0  #: seconds since 1970, 0 while it works
         self.num_faults = 0
+        self._meanwhile = meanwhile
+        self._settle_s = settle_s
         self._clock = clock
         self._rng = rng
         self._backoff_s = 0.0
         self._retry_at = 0.0
+        self._out_at = 0.0  # as out_since, by the clock
+        self._works_since: float | None = None  # since the last failure
+        self._lock = threading.Lock()
 
     @property
     def up(self) -> bool:
@@ -52,16 +70,53 @@ class Health:
 
     def failed(self, reason: object) -> None:
         """Note a fault: nobody tries again until the back-off is over."""
-        self.num_faults += 1
-        self.reason = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
-        self._backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_MIN_S, 2 * self._backoff_s))
-        self._retry_at = self._clock() + self._backoff_s * (0.75 + 0.5 * self._rng())
-        if not self.out_since:
-            self.out_since = time.time()
-            logger.warning("%s is out: %s. Serving goes on without it.", self.what, self.reason)
+        with self._lock:
+            self.num_faults += 1
+            self.reason = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
+            self._works_since = None
+            now = self._clock()
+            if self.out_since and now < self._retry_at:
+                return  # one of several that were under way
+            self._backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_MIN_S, 2 * self._backoff_s))
+            self._retry_at = now + self._backoff_s * (0.75 + 0.5 * self._rng())
+            if self.out_since:
+                return
+            self.out_since, self._out_at = time.time(), now
+            logger.warning("%s is out: %s. %s", self.what, self.reason, self._meanwhile)
 
     def worked(self) -> None:
-        """Note a success: the fault, if there was one, is over."""
-        if self.out_since:
-            logger.warning("%s is back after %.1f s.", self.what, time.time() - self.out_since)
+        """Note a success: the fault, if there was one, is over, or will be if nothing fails for a while."""
+        if not self.out_since:
+            return
+        with self._lock:
+            now = self._clock()
+            if not self.out_since or now < self._retry_at:
+                return
+            if self._works_since is None:
+                self._works_since = now
+            if now - self._works_since < self._settle_s:
+                return
+            logger.warning("%s is back after %.1f s.", self.what, self._works_since - self._out_at)
             self.out_since, self.reason, self._backoff_s, self._retry_at = 0.0, "", 0.0, 0.0
+
+
+class Repeated:
+    """Logs what may happen thousands of times in a row: the first at once, then one line a minute with their number."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num = 0
+        self._logged_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def note(self, message: str, *args: object, exc_info: bool = False) -> None:
+        """Log a warning, or an error with the exception that is being handled, unless one was logged lately."""
+        with self._lock:
+            now = self._clock()
+            if now - self._logged_at < REPEAT_S:
+                self._num += 1
+                return
+            num, self._num, self._logged_at = self._num, 0, now
+        if num:
+            message, args = message + " (and %d times more in the last minutes)", (*args, num)
+        logger.log(logging.ERROR if exc_info else logging.WARNING, message, *args, exc_info=exc_info)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tierkv.policy import Hint, Policy, make_policy
 from tierkv.pool import HostPool
@@ -29,15 +29,17 @@ class Fetch:
         results: one letter an entry once the server has answered (``b"d"`` disk, ``b"s"`` shared, else a miss);
             empty when it is known that no answer will come; None until then. Written by the reader thread.
         released: the server has answered or cannot write any more. Written by the reader thread.
+        seconds: from when the server could begin with it to its answer. Written by the reader thread.
         applied: the scheduler thread has taken note of the results.
     """
 
-    __slots__ = ("applied", "entries", "released", "results")
+    __slots__ = ("applied", "entries", "released", "results", "seconds")
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.entries = entries
         self.results: bytes | None = None
         self.released = False
+        self.seconds = 0.0
         self.applied = False
 
 
@@ -109,6 +111,19 @@ class Entry:
         return fetch.results[self.fetch_index] in b"ds"
 
 
+class Watcher(Protocol):
+    """Is told of what changes, on the scheduler thread, by the method that changes it."""
+
+    def reserved(self, entry: Entry) -> None:
+        """A chunk has a slot and is about to be filled."""
+
+    def ready(self, entry: Entry) -> None:
+        """A chunk's payload is in its slot."""
+
+    def gone(self, entry: Entry) -> None:
+        """A chunk, ready or not, is no more."""
+
+
 class HostIndex:
     """Index over the slots of a pool.
 
@@ -128,6 +143,7 @@ class HostIndex:
         self.dropped: set[bytes] = set()
         self.num_evicted = 0
         self.num_unsaved = 0  #: of these, chunks that others may have and that were not saved
+        self.watcher: Watcher | None = None
         self._clock = clock
         self._policy: Policy[bytes] = make_policy() if policy is None else policy
         self._entries: dict[bytes, Entry] = {}
@@ -220,6 +236,8 @@ class HostIndex:
         self._entries[key] = entry
         self._policy.add(key, parent)
         self.dropped.discard(key)
+        if self.watcher is not None:
+            self.watcher.reserved(entry)
         return entry
 
     def filled(self, entry: Entry, source: str) -> None:
@@ -229,6 +247,8 @@ class HostIndex:
             entry.saved = source == "disk"
             entry.state = Entry.READY
             entry.fetch = None
+            if self.watcher is not None:
+                self.watcher.ready(entry)
         elif entry.doomed:
             self._release(entry)
 
@@ -243,6 +263,8 @@ class HostIndex:
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
             self._policy.remove(entry.key)
+            if self.watcher is not None:
+                self.watcher.gone(entry)
         entry.state = Entry.GONE
         if filling or entry.num_pins:
             entry.doomed = filling

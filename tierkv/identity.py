@@ -58,11 +58,11 @@ class FileHashes:
         real = path.resolve()
         if real.parent.name == "blobs" and _BLOB.fullmatch(real.name):
             return real.name
-        before = _stamp(real)
+        before = file_stamp(real)
         if before in self._known:
             return self._known[before]
         digest = _hash_file(real)
-        if _stamp(real) != before:
+        if file_stamp(real) != before:
             raise OSError(f"{path} changed while it was read")
         if time.time() - real.stat().st_ctime > _SETTLED_S:
             self._known[before] = digest
@@ -116,7 +116,12 @@ def identity_digest(files: Mapping[str, str], settings: Mapping[str, Any]) -> by
     ).digest()
 
 
-def _stamp(path: Path) -> str:
+def file_stamp(path: Path) -> str:
+    """Return what tells a file from any other, and from itself after a change.
+
+    Raises:
+        OSError: it is not there.
+    """
     s = path.stat()
     return f"{s.st_dev}:{s.st_ino}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}"
 

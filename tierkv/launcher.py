@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import subprocess
 import sys
@@ -11,9 +10,8 @@ import sys
 import msgspec
 
 from tierkv.errors import ConfigError
+from tierkv.health import Repeated
 from tierkv.server_config import ServerConfig
-
-logger = logging.getLogger("tierkv")
 
 #: What the server writes before the sentence with which it refuses its configuration.
 REFUSAL = "cannot start: "
@@ -34,6 +32,7 @@ class Launcher:
         self.config = config
         self._pipe: int | None = None  # open while the server that was launched last is starting
         self._said = b""
+        self._failures = Repeated()
 
     def launch(self) -> None:
         """Start the server unless the one started before is still starting. Returns at once.
@@ -87,4 +86,4 @@ class Launcher:
         if lines and lines[-1].startswith(REFUSAL):
             raise ConfigError(lines[-1].removeprefix(REFUSAL))
         if lines:
-            logger.warning("the store server could not start: %s", lines[-1])
+            self._failures.note("the store server could not start: %s", lines[-1])

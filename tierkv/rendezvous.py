@@ -18,7 +18,7 @@ import time
 import msgspec
 
 from tierkv.errors import ConfigError, UnavailableError
-from tierkv.layout import Layout
+from tierkv.layout import Layout, Shard
 from tierkv.pool import PoolShape
 
 _MAX_NBYTES = 1 << 20
@@ -27,14 +27,16 @@ _TIMEOUT_S = 60.0
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What the workers know of the pool: its shape and what its payloads mean."""
+    """What the workers know of the pool: its shape, what its payloads mean, and how they are cut over ranks."""
 
     shape: PoolShape
     layout: Layout
+    shard: Shard = Shard()
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """``op`` is ``"put"`` (with the descriptor of ``rank``'s segment) or ``"get"``."""
+    """``op`` is ``"put"`` (with the descriptor of ``rank``'s segment), ``"get"`` (everything, once it is complete) or
+    ``"ask"`` (the offer alone, at once)."""
 
     op: str
     rank: int = 0
@@ -111,6 +113,8 @@ class PoolHost:
                     self._given += fds
                     self._complete.notify_all()
                 sock.sendall(b"{}")
+            elif message.op == "ask":
+                sock.sendall(msgspec.json.encode(self._offer))
             elif message.op == "get":
                 num_parts = self._offer.shape.num_parts
                 with self._complete:
@@ -118,6 +122,20 @@ class PoolHost:
                     if len(self._fds) == num_parts:
                         ordered = [self._fds[rank] for rank in range(num_parts)]
                         socket.send_fds(sock, [msgspec.json.encode(self._offer)], ordered)
+
+
+def ask_offer(engine_id: str) -> Offer:
+    """Return what local rank 0 says the pool is: another rank's segment follows from it.
+
+    Raises:
+        UnavailableError: it does not answer in time.
+    """
+    with _connect(engine_id) as sock:
+        sock.sendall(msgspec.json.encode(_Message("ask")))
+        data = sock.recv(_MAX_NBYTES)
+        if not data:
+            raise UnavailableError("local rank 0 did not say what the host pool is")
+        return msgspec.json.decode(data, type=Offer)
 
 
 def put_segment(engine_id: str, rank: int, fd: int) -> None:
@@ -158,7 +176,10 @@ def _connect(engine_id: str) -> socket.socket:
         except OSError as error:
             sock.close()
             if time.monotonic() > deadline:
-                raise UnavailableError(f"the engine's local rank 0 does not answer: {error}") from None
+                raise UnavailableError(
+                    f"the engine's local rank 0 does not answer on this host: {error} (the ranks of an engine on "
+                    f"several hosts are not served)"
+                ) from None
             time.sleep(0.05)
 
 

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from tierkv.config import EngineConfig
+from tierkv_connector.compat import (
+    BlockTables,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
+    check_supported,
+    hit_sources,
+    scheduled,
+    warn_if_untested,
 )
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError:  # before 0.30
-    KVConnectorTransferResults = None
-
-from tierkv.config import EngineConfig
-from tierkv_connector.compat import check_supported
 from tierkv_connector.metadata import TierKVMetadata, TierKVWorkerMetadata
+from tierkv_connector.observer import Observer
 from tierkv_connector.scheduler import Scheduler
+from tierkv_connector.stats import TierKVPromMetrics, TierKVStats
 from tierkv_connector.worker import Worker
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
     return decorate
 
 
-class TierKVConnector(KVConnectorBase_V1):
+class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM's connector (``kv_role="kv_both"``). See :class:`tierkv.config.EngineConfig` for its options."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -65,11 +67,15 @@ class TierKVConnector(KVConnectorBase_V1):
         check_supported(vllm_config)
         config = EngineConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._broken = False
-        self._stranded: list[str] = []
+        self._claims: dict[str, tuple[list[int], int]] = {}  # of this step: blocks, and tokens that are claimed
+        self._tables = BlockTables()
         self._sched: Scheduler | None = None
         self._work: Worker | None = None
+        self._seen: Observer | None = None
         if role == KVConnectorRole.SCHEDULER:
+            warn_if_untested()
             self._sched = Scheduler(config, vllm_config, kv_cache_config)
+            self._seen = Observer(self._sched, vllm_config, self._sched.hash_tokens)
         else:
             self._work = Worker(config, vllm_config, kv_cache_config)
 
@@ -136,46 +142,115 @@ class TierKVConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Any) -> None:
         if self._sched:
             self._sched.on_new_request(request)
+        if self._seen:
+            self._seen.added(request)
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._sched is not None
+        if self._seen:
+            self._seen.asked(request, num_computed_tokens)
         return self._sched.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given blocks out for a load, which must be reported whatever happens: a fault fails the load."""
         assert self._sched is not None
+        if num_external_tokens:
+            self._claims[request.request_id] = blocks.get_block_ids()[0], num_external_tokens
         try:
             if not self._broken:
+                if self._seen:
+                    self._seen.admitting(request, num_external_tokens)
                 self._sched.update_state_after_alloc(request, blocks, num_external_tokens)
-                return
+                if self._seen:
+                    self._seen.admitted(request, num_external_tokens)
         except Exception:
             self._break("update_state_after_alloc")
-        if num_external_tokens:
-            self._stranded.append(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         metadata = self._build_metadata(scheduler_output)
-        metadata.stranded, self._stranded = self._stranded, []
+        claims, self._claims = self._claims, {}
+        if self._broken:
+            self._strand(metadata, claims, dict(scheduled(scheduler_output)))
         return metadata
+
+    def _strand(
+        self, metadata: TierKVMetadata, claims: dict[str, tuple[list[int], int]], steps: dict[str, int]
+    ) -> None:
+        """Have loads reported as failed that are claimed and will not be made. Before 0.30 their blocks say so.
+
+        Args:
+            metadata: of this step.
+            claims: blocks of each request's first KV cache group, and tokens claimed.
+            steps: the requests of this step, and how many tokens of each are said to be computed.
+        """
+        size = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        for req_id, (ids, num_tokens) in claims.items():
+            stop = -(-steps[req_id] // size) if req_id in steps else len(ids)
+            blocks = ids[max(0, stop - -(-num_tokens // size)) : stop]
+            if req_id in steps:
+                metadata.lost += blocks
+            else:
+                metadata.stranded[req_id] = tuple(blocks)
 
     @guarded(TierKVMetadata)
     def _build_metadata(self, scheduler_output: Any) -> TierKVMetadata:
         assert self._sched is not None
-        return self._sched.build_connector_meta(scheduler_output)
+        with self._tables.shown(scheduler_output):
+            metadata = self._sched.build_connector_meta(scheduler_output)
+        if self._seen:
+            self._seen.stepped()
+        return metadata
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
         if self._sched:
-            report = connector_output.kv_connector_worker_meta
-            self._sched.update_connector_output(
-                set(connector_output.finished_recving or ()),
-                report if isinstance(report, TierKVWorkerMetadata) else None,
-            )
+            meta = connector_output.kv_connector_worker_meta
+            loaded, report = set(connector_output.finished_recving or ()), None
+            if isinstance(meta, TierKVWorkerMetadata):
+                report = meta
+            self._sched.update_connector_output(loaded, report)
+            if self._seen:
+                self._seen.ended(loaded, report)
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._seen:
+            self._seen.finished(request)
         return False, self._sched.request_finished(request) if self._sched else None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What vLLM calls instead, because models with several KV cache groups are served."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Called by vLLM from 0.32 on, right after :meth:`update_state_after_alloc`."""
+        if self._seen is None or not num_external_tokens:
+            return {}
+        return hit_sources(self._seen.sources(request, num_external_tokens))
+
+    def take_events(self) -> Iterable[Any]:
+        return self._seen.take_events() if self._seen else ()
+
+    def get_kv_connector_stats(self) -> TierKVStats | None:
+        """What was counted since the last call. The worker half counts nothing: it reports to the scheduler half."""
+        return self._seen.take_stats() if self._seen else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierKVStats:
+        return TierKVStats(data=data) if data else TierKVStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> TierKVPromMetrics:
+        return TierKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @guarded(lambda: False)
     def has_pending_push_work(self) -> bool:

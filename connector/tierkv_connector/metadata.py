@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+class Span(NamedTuple):
+    """Blocks of one block table that hold a part of a chunk.
+
+    Attributes:
+        first: index within the chunk of the first block to copy.
+        block_ids: the GPU's blocks, for block ``first`` of the chunk and those that follow.
+    """
+
+    first: int
+    block_ids: tuple[int, ...]
 
 
 class Piece(NamedTuple):
@@ -13,21 +26,41 @@ class Piece(NamedTuple):
 
     Attributes:
         slot: the slot.
-        first: index within the chunk of the first block to copy.
-        block_ids: the GPU's blocks, for block ``first`` of the chunk and those that follow.
+        first, block_ids: the span of the layout's first block table.
+        others: the spans of its further block tables, one each, in their order.
     """
 
     slot: int
     first: int
     block_ids: tuple[int, ...]
+    others: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, slot: int, spans: Sequence[Span]) -> Piece:
+        """Return the piece with one span a block table."""
+        return cls(slot, *spans[0], tuple(spans[1:]))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return (Span(self.first, self.block_ids), *self.others)
+
+    @property
+    def all_block_ids(self) -> list[int]:
+        """The blocks of all block tables. Tables draw them from one pool: no block is in two."""
+        return [block for span in self.spans for block in span.block_ids]
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Slots to copy to the GPU for a request, reported as one."""
+    """Slots to copy to the GPU for a request, reported as one.
+
+    Attributes:
+        sync_id: number of a load that this step's forward needs; 0 of one that the request waits for.
+    """
 
     req_id: str
     pieces: tuple[Piece, ...]
+    sync_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,13 +79,16 @@ class TierKVMetadata(KVConnectorMetadata):
         loads: loads that start in this step.
         stores: copies to the host pool after this step's forward.
         fence: blocks that this step writes while copies out of them may be under way.
-        stranded: requests that wait for a load which could not be planned: to be reported as failed.
+        stranded: requests that wait for a load which could not be planned, each with the blocks it was to fill: to be
+            reported as failed.
+        lost: blocks that this step's forward needs, and whose load could not be planned: likewise.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
-    stranded: list[str] = field(default_factory=list)
+    stranded: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -62,9 +98,12 @@ class TierKVWorkerMetadata(KVConnectorWorkerMetadata):
     Attributes:
         stored: for each finished store job, how many ranks have finished it.
         failed_stores: store jobs whose copy failed on some rank.
-        failed_loads: requests whose load failed on some rank.
+        failed_loads: requests whose load, for which they wait, failed on some rank.
+        loaded: for each load that a forward needed and that is over, how many ranks are done with it.
+        failed_sync: those of them that failed on some rank.
         load_nbytes, load_s: bytes loaded, and the seconds that took, summed over ranks.
         store_nbytes, store_s: likewise for stores.
+        load_times, store_times: seconds of each copy that did not fail: a request's load, a chunk's store.
     """
 
     stored: dict[int, int] = field(default_factory=dict)
@@ -74,23 +113,55 @@ class TierKVWorkerMetadata(KVConnectorWorkerMetadata):
     load_s: float = 0.0
     store_nbytes: int = 0
     store_s: float = 0.0
+    load_times: list[float] = field(default_factory=list)
+    store_times: list[float] = field(default_factory=list)
+    loaded: dict[int, int] = field(default_factory=dict)
+    failed_sync: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TierKVWorkerMetadata:
         """Add another rank's report."""
         assert isinstance(other, TierKVWorkerMetadata)
-        stored = dict(self.stored)
-        for job_id, count in other.stored.items():
-            stored[job_id] = stored.get(job_id, 0) + count
         return TierKVWorkerMetadata(
-            stored,
+            _summed(self.stored, other.stored),
             self.failed_stores | other.failed_stores,
             self.failed_loads | other.failed_loads,
             self.load_nbytes + other.load_nbytes,
             self.load_s + other.load_s,
             self.store_nbytes + other.store_nbytes,
             self.store_s + other.store_s,
+            self.load_times + other.load_times,
+            self.store_times + other.store_times,
+            _summed(self.loaded, other.loaded),
+            self.failed_sync | other.failed_sync,
         )
 
     @property
     def empty(self) -> bool:
-        return not (self.stored or self.failed_stores or self.failed_loads or self.load_nbytes)
+        return not (self.stored or self.failed_stores or self.failed_loads or self.load_nbytes or self.loaded)
+
+
+class RankCounts:
+    """Puts together what ranks report, each in a step of its own: their copies need not end in the same one.
+
+    Args:
+        num_ranks: how many report each copy.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._counts: dict[int, int] = {}
+
+    def ended(self, report: dict[int, int]) -> list[int]:
+        """Take note of a report, and return the copies that are over on every rank now."""
+        over = []
+        for number, count in report.items():
+            count += self._counts.pop(number, 0)
+            if count >= self._num_ranks:
+                over.append(number)
+            else:
+                self._counts[number] = count
+        return over
+
+
+def _summed(one: dict[int, int], other: dict[int, int]) -> dict[int, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in one.keys() | other.keys()}

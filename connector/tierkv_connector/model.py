@@ -29,13 +29,24 @@ def resolve_identity(vllm_config: Any) -> bytes:
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     if load_format in _NO_FILES:
         raise UnknownIdentityError(f"load_format={load_format!r} does not read the weights from files")
-    hashes = FileHashes(default_disk_dir() / "identity.json")
+    hashes = FileHashes(hashes_path())
     try:
         files = directory_digests(_directory(model), hashes)
     except (OSError, ValueError) as error:
         raise UnknownIdentityError(str(error)) from None
     hashes.save()
     return identity_digest(files, _settings(vllm_config))
+
+
+def hashes_path() -> Path:
+    """Return the file in which the digests of this user's model files are remembered."""
+    return default_disk_dir() / "identity.json"
+
+
+def lora_settings(vllm_config: Any) -> dict[str, Any]:
+    """Return what besides an adapter's files decides what it does to the KV, as plain values."""
+    lora = getattr(vllm_config, "lora_config", None)
+    return {"dtype": str(getattr(lora, "lora_dtype", None))} if lora is not None else {}
 
 
 def _directory(model: Any) -> Path:

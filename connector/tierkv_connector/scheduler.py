@@ -11,12 +11,14 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from tierkv import __version__
+from tierkv.asked import AskedLog
 from tierkv.client import StoreClient
 from tierkv.config import (
     COMMAND_NBYTES,
@@ -29,22 +31,28 @@ from tierkv.config import (
 )
 from tierkv.errors import ConfigError
 from tierkv.hostindex import Entry, Fetch, HostIndex
+from tierkv.identity import FileHashes
 from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key, tenant_digest
 from tierkv.launcher import Launcher
-from tierkv.layout import Namespace, Shard
+from tierkv.layout import Namespace
 from tierkv.messages import FROM_DISK, FROM_SHARED, Hello, HostEntry, HostStat
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
 from tierkv.server_config import ServerConfig
 from tierkv.threads import leave_compute_core
+from tierkv_connector.adapters import Adapters
+from tierkv_connector.asked import note_asked
+from tierkv_connector.blocks import RequestBlocks
 from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, scheduled
+from tierkv_connector.costs import CostGate
 from tierkv_connector.hints import TIERS, HintReader, Outcome
 from tierkv_connector.metadata import LoadJob, Piece, TierKVMetadata, TierKVWorkerMetadata
-from tierkv_connector.model import UnknownIdentityError, resolve_identity
+from tierkv_connector.model import UnknownIdentityError, hashes_path, lora_settings, resolve_identity
 from tierkv_connector.plan import Plan, State
 from tierkv_connector.requests import RequestState
 from tierkv_connector.retention import Retention
 from tierkv_connector.spill import Spiller, saves_ahead
+from tierkv_connector.syncload import SyncLoads
 
 logger = logging.getLogger("tierkv")
 
@@ -75,25 +83,39 @@ class Scheduler:
     ) -> None:
         engine_id = vllm_config.kv_transfer_config.engine_id
         offer, fds = get_pool(engine_id)
-        self._setup(config, offer, HostPool.from_fds(offer.shape, fds), engine_id, clock)
-        self._hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or offer.layout.block_tokens
+        pool = HostPool.from_fds(offer.shape, fds)
+        self._setup(config, offer, pool, engine_id, clock, lora_settings(vllm_config))
+        self.hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or offer.layout.block_tokens
         names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
         self._model = names if isinstance(names, str) else str(names[0])
         logger.info("TierKV %s: %s", __version__, config.describe())
         self._start_identity(vllm_config)
 
-    def _setup(self, config: EngineConfig, offer: Offer, pool: HostPool, engine_id: str, clock: Any) -> None:
+    def _setup(
+        self,
+        config: EngineConfig,
+        offer: Offer,
+        pool: HostPool,
+        engine_id: str,
+        clock: Any,
+        adapter_settings: Mapping[str, Any] = {},
+    ) -> None:
         self.config = config
         self.layout = offer.layout
+        self._shard = offer.shard
+        self._tables = offer.layout.tables()
         self.pool = pool
         self.index = HostIndex(pool)
         self.client: StoreClient | None = None
         self.counters: Counter[str] = Counter()
+        self.costs = CostGate(self.layout.chunk_tokens, pool.shape.payload_nbytes) if config.cost_gate else None
+        self.asked = AskedLog(self.counters)
         self.requests: dict[str, RequestState] = {}
         self._engine_id = engine_id
+        self._last_step: tuple[int, float, frozenset[str]] = 0, 0.0, frozenset()  # prompt tokens, when, whose
         self._clock = clock
-        self._gpu = GpuCache(None, offer.layout.block_tokens, offer.layout.block_tokens)
-        self._hash_tokens = offer.layout.block_tokens
+        self._gpu = GpuCache(None, offer.layout, offer.layout.block_tokens)
+        self.hash_tokens = offer.layout.block_tokens
         self._model = ""
         self._identity = secrets.token_bytes(32)  # until the content's is known: nobody else's
         self._shareable = False
@@ -109,9 +131,14 @@ class Scheduler:
         self._ended_loads: dict[str, list[Entry]] = {}  # loads of requests that finished meanwhile
         self._failed_loads: set[str] = set()  # loads under way of which a failure is known
         self._loads: list[LoadJob] = []
+        self._claims: list[tuple[RequestState, Sequence[Sequence[int]], int]] = []  # until the step shows their kind
+        # With windows vLLM is told of failed loads by their requests, which goes for those that wait only.
+        sync_nbytes = 0 if self._tables[0].window else config.sync_load_bytes
+        self.loads = SyncLoads(sync_nbytes, self._shard, len(self._tables))
         self.spill = Spiller(self.index, offer.layout, self.counters)
         self.hints = HintReader(config.hints, clock)
         self.retention = Retention(self.index, config.hints, clock)
+        self.adapters = Adapters(FileHashes(hashes_path()), adapter_settings)
         self._waiting: dict[str, RequestState] = {}
         self._closed = False
 
@@ -162,12 +189,12 @@ class Scheduler:
             protocol=PROTOCOL_VERSION,
             engine_id=self._engine_id,
             pid=os.getpid(),
-            namespace=Namespace(identity.hex(), self._model, self.layout, Shard()),
+            namespace=Namespace(identity.hex(), self._model, self.layout, self._shard),
             shape=self.pool.shape,
             shared=shared_digest(config.shared_url) if launcher else None,
             disk_bytes=config.disk_bytes if launcher else None,
         )
-        client = StoreClient(config.address, hello, self.pool, launcher, self._on_push)
+        client = StoreClient(config.address, hello, self.pool, launcher, self._on_push, self.asked)
         welcome = client.start()
         if welcome:
             shared = f", shared {welcome.shared}" if welcome.shared else ""
@@ -185,7 +212,7 @@ class Scheduler:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take note of vLLM's block pool."""
-        self._gpu = GpuCache(block_pool, self.layout.block_tokens, self._hash_tokens)
+        self._gpu = GpuCache(block_pool, self.layout, self.hash_tokens)
 
     # -- vLLM's calls
 
@@ -195,13 +222,13 @@ class Scheduler:
         self._adopt_identity()
         tenant = (request.cache_salt or "").encode()
         hints = self.hints.read(request, tenant_digest(tenant))
-        plain = is_plain_prompt(request)
-        if not plain and hints is None:
+        root = self._root(request, tenant) if is_plain_prompt(request) else None
+        if root is None and hints is None:
             return
-        state = self._new_state(request, tenant, plain)
+        state = self._new_state(request, tenant, root)
         if hints is not None:
             state.outcome = Outcome(hints)
-            if not plain:
+            if root is None:
                 hints.keep_to_gpu()
         if not state.keys and hints is None:
             return
@@ -209,6 +236,7 @@ class Scheduler:
         self.requests[request.request_id] = state
         self._waiting[request.request_id] = state
         self._plan(state)
+        note_asked(self.asked, state, self.client)
         if first and request.request_id in self._unstarted:
             self._unstarted = {request.request_id: state} | self._unstarted
 
@@ -236,7 +264,9 @@ class Scheduler:
         if waits and plan is not None and plan.start <= end < min(stop, plan.stop):
             return None, False
         num_tokens = end * size - num_computed_tokens
-        return (num_tokens, True) if num_tokens > 0 else (0, False)
+        if num_tokens <= 0:
+            return 0, False
+        return num_tokens, (end - first) * self.pool.shape.payload_nbytes > self.loads.sync_nbytes
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Pin what is to be loaded and plan the load; or take note that the request goes on without one."""
@@ -244,15 +274,21 @@ class Scheduler:
         if state is None:
             return
         if num_external_tokens:
-            self._plan_load(state, blocks.get_block_ids()[0], num_external_tokens)
+            claim = state, blocks.get_block_ids(), num_external_tokens
+            if self._num_claimed_nbytes(num_external_tokens) <= self.loads.sync_nbytes:
+                self._claims.append(claim)
+            else:
+                self._plan_load(*claim)
         elif state.plan is not None and state.load is None:
             self._end_plan(state)
         self._waiting.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: Any) -> TierKVMetadata:
         """Return this step's copies, and go on with the plans."""
+        self._plan_claims(scheduler_output)
         self._apply_replies()
         self._adopt_identity()
+        self._note_step(scheduler_output)
         loads, self._loads = self._loads, []
         fence = self._fence(scheduler_output, loads) if self.spill.copying else []
         stores = self.spill.plan(scheduler_output, self.requests, self._epoch)
@@ -270,10 +306,51 @@ class Scheduler:
         self.spill.advance(self.client)
         return TierKVMetadata(loads, stores, fence)
 
+    def _num_claimed_nbytes(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.layout.chunk_tokens) * self.pool.shape.payload_nbytes
+
+    def _plan_claims(self, scheduler_output: Any) -> None:
+        """Plan the small loads as vLLM took their claims: for this step, or for a request that waits for them."""
+        claims, self._claims = self._claims, []
+        if not claims:
+            return
+        steps = dict(scheduled(scheduler_output))
+        for state, block_ids, num_tokens in claims:
+            end = steps.get(state.request.request_id)
+            if end is None:
+                self._plan_load(state, block_ids, num_tokens)
+                continue
+            self._plan_load(state, [ids[: -(-end // self.layout.block_tokens)] for ids in block_ids], num_tokens)
+            self._take_as_sync(state)
+
+    def _take_as_sync(self, state: RequestState) -> None:
+        """Make the load that was just planned a part of this step, of which vLLM expects no report."""
+        job, entries = self._loads.pop(), state.load or []
+        state.load = None
+        if state.plan is not None:
+            state.plan.to(State.DONE)
+        for entry in entries:
+            self._loading.pop(entry.key, None)  # who comes later finds it on the GPU
+        self._loads.append(replace(job, sync_id=self.loads.started(job.req_id, entries)))
+
+    def _note_step(self, scheduler_output: Any) -> None:
+        """Measure how fast prompts are computed: the time between two steps without a pause between them."""
+        if self.costs is None:
+            return
+        num_tokens, now = 0, self._clock()
+        for req_id, num_computed in scheduled(scheduler_output):
+            state = self.requests.get(req_id)
+            if state is not None and num_computed < state.request.num_prompt_tokens:
+                num_tokens += scheduler_output.num_scheduled_tokens.get(req_id, 0)
+        tokens_before, began, who = self._last_step
+        if not who.isdisjoint(scheduler_output.num_scheduled_tokens):
+            self.costs.note_step(tokens_before, now - began)
+        self._last_step = num_tokens, now, frozenset(scheduler_output.num_scheduled_tokens)
+
     @staticmethod
     def _fence(scheduler_output: Any, loads: Sequence[LoadJob]) -> list[int]:
         """Return the blocks that this step writes while copies out of the GPU may be under way."""
-        return new_blocks(scheduler_output) + [b for job in loads for piece in job.pieces for b in piece.block_ids]
+        return new_blocks(scheduler_output) + [b for job in loads for piece in job.pieces for b in piece.all_block_ids]
 
     def update_connector_output(self, loaded: set[str], report: TierKVWorkerMetadata | None) -> None:
         """Take note of loads and copies that have ended; send what was copied to the store server."""
@@ -286,6 +363,10 @@ class Scheduler:
         if report is None:
             return
         self.counters["load_nbytes"] += report.load_nbytes
+        for req_id, entries, failed in self.loads.ended(report):
+            self._unpin(entries)
+            if failed:
+                self._load_failed(req_id)
         self.spill.computed(self.spill.copied(report), self.client)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
@@ -329,6 +410,7 @@ class Scheduler:
         if self._closed:
             return
         self._closed = True
+        self.adapters.close()
         found = self._found[1] if self._found else None
         for client in {c for c in (self.client, found) if c}:
             client.close()
@@ -336,16 +418,20 @@ class Scheduler:
 
     # -- plans
 
-    def _new_state(self, request: Any, tenant: bytes, plain: bool) -> RequestState:
-        shareable = self._shareable and not self._epoch_nonce
+    def _root(self, request: Any, tenant: bytes) -> bytes | None:
+        """Return the root of the request's keys; None where its adapter is not known by its content (yet)."""
         root = root_key(self._identity, self._epoch_nonce, tenant)
-        keys = chain_keys(root, request.prompt_token_ids, self.layout.chunk_tokens) if plain else []
-        return RequestState(request, root, keys, tenant_digest(tenant), self._epoch, shareable)
+        return self.adapters.root(root, getattr(request, "lora_request", None))
+
+    def _new_state(self, request: Any, tenant: bytes, root: bytes | None) -> RequestState:
+        shareable = self._shareable and not self._epoch_nonce
+        keys = chain_keys(root, request.prompt_token_ids, self.layout.chunk_tokens) if root is not None else []
+        return RequestState(request, root or b"", keys, tenant_digest(tenant), self._epoch, shareable)
 
     def _plan(self, state: RequestState) -> None:
         """Touch what the request finds in the host pool, and start to fetch what it does not."""
         request, size = state.request, self.layout.chunk_tokens
-        gpu_run = self._gpu.run(request) // self.layout.blocks_per_chunk
+        gpu_run = self._gpu.run(request)
         stop = min(len(state.keys), (request.num_tokens - 1) // size)
         start = self.index.run_end(state.keys, min(gpu_run, stop), stop)
         self.index.touch(state.keys[:start])
@@ -379,7 +465,7 @@ class Scheduler:
         plan.match = self.client.match(
             plan.lane, plan.start, state.anchor(plan.start), state.keys[plan.start : plan.stop]
         )
-        if state.tiers >= TIERS:  # else the answer says what may be fetched
+        if state.tiers >= TIERS and not (self.costs and self.costs.doubtful):  # else the answer says what is fetched
             self._fetch_next(state, plan, plan.stop)  # the first chunks without waiting for the answer
 
     def _advance_plans(self) -> None:
@@ -388,9 +474,13 @@ class Scheduler:
         for req_id, plan in list(self._plans.items()):
             state = self.requests[req_id]
             letters = plan.match.letters if plan.match else b""
+            # What comes after a chunk that another plan's fetch did not bring is of no use.
+            plan.stop = min([plan.stop, *(e.position for e in plan.shared_waits if e.state == Entry.GONE)])
             if letters is not None and plan.state is State.MATCHING:
                 if not state.tiers >= TIERS:
                     plan.stop = min(plan.stop, plan.start + _allowed(letters, state.tiers))
+                if self.costs is not None:
+                    self._cut(plan, letters[: plan.stop - plan.start], self.costs)
                 plan.to(State.FETCHING if letters or plan.fetches else State.READY)
             if letters and plan.state is State.FETCHING and now < plan.deadline and not plan.failed():
                 while self._fetch_next(state, plan, min(plan.stop, plan.start + len(letters))):
@@ -403,6 +493,14 @@ class Scheduler:
                 plan.to(State.READY)
         while self._unstarted and self._may_start_plan():
             self._plan(self._unstarted.pop(next(iter(self._unstarted))))
+
+    def _cut(self, plan: Plan, letters: bytes, costs: CostGate) -> None:
+        """Leave out the end of a plan that would be computed sooner than fetched."""
+        worth = costs.worth(letters)
+        if worth < len(letters):
+            self.counters["cut"] += len(letters) - worth
+            logger.debug("a plan of %d chunks is cut to %d, which computing does not overtake", len(letters), worth)
+            plan.stop = min(plan.stop, plan.start + worth)
 
     def _fetch_next(self, state: RequestState, plan: Plan, stop: int) -> bool:
         """Lease slots for the next chunks and have them fetched; False where nothing was (more) to be done.
@@ -494,6 +592,8 @@ class Scheduler:
     def _apply_fetch(self, fetch: Fetch) -> None:
         fetch.applied = True
         results = fetch.results or b""
+        if self.costs is not None:
+            self.costs.note_fetch(results, fetch.seconds)
         for i, entry in enumerate(fetch.entries):
             letter = results[i : i + 1]
             if letter == b"d":
@@ -508,42 +608,38 @@ class Scheduler:
         """Plan again for waiting requests whose prefix on the GPU has shrunk since they were planned."""
         for req_id, state in list(self._waiting.items())[:_REPLAN_CHECKS]:
             plan = state.plan
-            if plan is None or plan.state is not State.READY or not plan.gpu_run:
+            if plan is None or plan.state in (State.LOADING, State.DONE) or not plan.gpu_run:
                 continue
-            if not self._gpu.has(state.request, plan.gpu_run * self.layout.blocks_per_chunk - 1):
+            if not self._gpu.has(state.request, plan.gpu_run - 1):
                 self.counters["replans"] += 1
+                started = plan.state is not State.READY
                 self._end_plan(state)
                 self._plan(self.requests[req_id])
+                if started and state.plan is not None:  # it goes on waiting, no longer than it would have
+                    state.plan.deadline = min(state.plan.deadline, plan.deadline)
 
     # -- loads
 
-    def _plan_load(self, state: RequestState, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Pin the slots of the claimed tokens and queue their copy to the GPU.
-
-        The blocks given out end with the claimed tokens; what stands before them was on the GPU.
-        """
+    def _plan_load(self, state: RequestState, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """Pin the slots of the claimed tokens and queue their copy to the GPU."""
         self._apply_fetches()  # not what an operator dropped just now: the claim was made before that
-        layout = self.layout
-        num_blocks = -(-num_external_tokens // layout.block_tokens)
-        begin, end = len(block_ids) - num_blocks, len(block_ids)
-        per_chunk = layout.blocks_per_chunk
+        claims = list(RequestBlocks(self.layout, self._tables, block_ids).claimed(num_external_tokens))
         entries, pieces = [], []
-        for i in range(begin // per_chunk, -(-end // per_chunk)):
-            entry = self.index.peek(state.keys[i])
+        for chunk, _, spans in claims:
+            entry = self.index.peek(state.keys[chunk])
             assert entry is not None and entry.usable, "a claimed chunk is not in the host pool"
-            first, stop = max(begin, i * per_chunk), min(end, (i + 1) * per_chunk)
-            pieces.append(Piece(entry.slot, first - i * per_chunk, tuple(block_ids[first:stop])))
+            pieces.append(Piece.of(entry.slot, spans))
             entries.append(entry)
-        for entry, piece in zip(entries, pieces, strict=True):
+        for entry, claim in zip(entries, claims, strict=True):
             source = self.index.used(entry)
             self.counters[f"{source}_hits"] += 1
             if state.outcome is not None:
-                state.outcome.loads(source, len(piece.block_ids) * layout.block_tokens)
+                state.outcome.loads(source, claim.num_tokens)
         wait_until = self._clock() + self.config.deadline_s
         for entry in entries:
             self.index.pin(entry)
             self._loading.setdefault(entry.key, wait_until)  # a second load of it makes nobody wait any longer
-        self.index.touch(state.keys[: -(-end // per_chunk)])
+        self.index.touch(state.keys[: claims[-1].chunk + 1])
         self._end_plan(state, State.LOADING)
         state.load = entries
         self._loads.append(LoadJob(state.request.request_id, tuple(pieces)))
@@ -557,13 +653,22 @@ class Scheduler:
                 state.plan.to(State.DONE)
         for entry in entries or ():
             self._loading.pop(entry.key, None)
-            self.index.unpin(entry)
+        self._unpin(entries or ())
         if failed:
-            self.counters["load_failures"] += 1
-            if state is not None:
-                state.no_load = True
-                if state.outcome is not None:
-                    state.outcome.load_failed()
+            self._load_failed(req_id)
+
+    def _unpin(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self.index.unpin(entry)
+
+    def _load_failed(self, req_id: str) -> None:
+        """Take note that a request's load failed: it is never offered one again."""
+        self.counters["load_failures"] += 1
+        state = self.requests.get(req_id)
+        if state is not None:
+            state.no_load = True
+            if state.outcome is not None:
+                state.outcome.load_failed()
 
     # -- questions of the store server: the reader thread
 
@@ -602,7 +707,7 @@ class Scheduler:
         return HostStat(
             engine_id=self._engine_id,
             pid=os.getpid(),
-            namespace=Namespace(self._identity.hex(), self._model, self.layout, Shard()).ns_id().hex(),
+            namespace=Namespace(self._identity.hex(), self._model, self.layout, self._shard).ns_id().hex(),
             num_slots=shape.num_slots,
             num_entries=len(self.index),
             num_quarantined=self.index.num_quarantined,
@@ -624,6 +729,7 @@ class Scheduler:
             "ended_loads": {req_id: [e.key for e in entries] for req_id, entries in self._ended_loads.items()},
             "failed_loads": set(self._failed_loads),
             "loads": list(self._loads),
+            "sync_loads": ([(state.request.request_id, num) for state, _, num in self._claims], self.loads.dump()),
             "fetching": [([e.slot for e in f.entries], f.results, f.released, f.applied) for f in self._fetching],
             "fetch_nbytes": self._fetch_nbytes,
             "num_leased": self._num_leased,

@@ -29,8 +29,9 @@ from tierkv.messages import (
     WANTED,
     StoreItem,
 )
+from tierkv_connector.blocks import RequestBlocks
 from tierkv_connector.compat import block_ids_of, scheduled
-from tierkv_connector.metadata import Piece, StoreJob, TierKVWorkerMetadata
+from tierkv_connector.metadata import Piece, RankCounts, StoreJob, TierKVWorkerMetadata
 from tierkv_connector.requests import RequestState
 
 #: Counter of each reply letter of STORE (tierkv.messages), in chunks.
@@ -83,8 +84,11 @@ class Spiller:
     def __init__(self, index: HostIndex, layout: Layout, counters: Counter[str]) -> None:
         self.copying: dict[int, Entry] = {}
         self.queue = StoreQueue()
+        self._ranks = RankCounts(index.pool.shape.num_parts)
+        self._failed: set[int] = set()  # copies that failed on some rank
         self._index = index
         self._layout = layout
+        self._tables = layout.tables()
         self._counters = counters
         self._payload_nbytes = index.pool.shape.payload_nbytes
         self._next_job = 0
@@ -118,18 +122,19 @@ class Spiller:
         return jobs
 
     def _plan_chunks(self, scheduler_output: Any, state: RequestState, end: int, jobs: list[StoreJob]) -> None:
-        per_chunk = self._layout.blocks_per_chunk
-        block_ids: list[int] | None = None
+        blocks: RequestBlocks | None = None
         assert state.store_next is not None
         for i in range(state.store_next, end):
             if self._index.get(state.keys[i]) is not None:
                 continue
-            if block_ids is None:
+            if blocks is None:
                 block_ids = block_ids_of(scheduler_output, state.request.request_id)
                 if block_ids is None:
                     return
-            ids = block_ids[i * per_chunk : (i + 1) * per_chunk]
-            if len(ids) < per_chunk or 0 in ids:  # block 0 is vLLM's null block: it holds nothing
+                blocks = RequestBlocks(self._layout, self._tables, block_ids)
+            spans = blocks.whole(i)
+            if spans is None:  # a window has passed a part: the chunk took several steps, and is longer than that lives
+                self._counters["not_spilled"] += 1
                 continue
             entry = self._index.reserve(
                 state.keys[i], state.parent(i), i, self._layout.chunk_tokens, state.public_anchor(i), state.tenant
@@ -141,17 +146,20 @@ class Spiller:
             self.copying[self._next_job] = entry
             if state.outcome is not None:
                 state.outcome.num_stored += 1
-            jobs.append(StoreJob(self._next_job, Piece(entry.slot, 0, tuple(ids))))
+            jobs.append(StoreJob(self._next_job, Piece.of(entry.slot, spans)))
 
     def copied(self, report: TierKVWorkerMetadata) -> list[Entry]:
         """Take note of copies that the workers report, and return the chunks that are in the host pool now."""
         self._counters["spill_nbytes"] += report.store_nbytes
         arrived = []
-        for job_id, num_ranks in report.stored.items():
-            if num_ranks < self._index.pool.shape.num_parts or job_id not in self.copying:
+        self._failed |= report.failed_stores
+        for job_id in self._ranks.ended(report.stored):
+            failed = job_id in self._failed
+            self._failed.discard(job_id)
+            if job_id not in self.copying:
                 continue
             entry = self.copying.pop(job_id)
-            if job_id in report.failed_stores:
+            if failed:
                 self._index.drop(entry, filling=True)
                 self._index.stopped(entry)
                 continue

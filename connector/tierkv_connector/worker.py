@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from tierkv.config import EngineConfig
-from tierkv.layout import LayerGroup, Layout, check_chunk_tokens, default_chunk_tokens
-from tierkv.pool import HostPool, PoolShape, Segment, check_host_memory, check_machine
-from tierkv.rendezvous import Offer, PoolHost
+from tierkv.errors import ConfigError
+from tierkv.layout import Layout, Shard
+from tierkv.pool import PoolShape, Segment, check_host_memory, check_machine
+from tierkv.rendezvous import Offer, PoolHost, ask_offer, get_pool, put_segment
 from tierkv.sizes import format_size
-from tierkv_connector.compat import single_group
-from tierkv_connector.device import Device, Region, make_regions, open_device
+from tierkv_connector.caches import describe, is_replicated, regions_of, served_groups
+from tierkv_connector.compat import KVConnectorTransferResults, tensor_rank
+from tierkv_connector.device import Device, open_device
 from tierkv_connector.metadata import LoadJob, TierKVMetadata, TierKVWorkerMetadata
 
 logger = logging.getLogger("tierkv")
@@ -21,6 +24,9 @@ logger = logging.getLogger("tierkv")
 
 class Worker:
     """One rank.
+
+    Local rank 0 decides what the host pool is; the others make their segments after it. Where all ranks hold the same
+    KV there is one segment: rank 0 makes it and stores to it, every rank loads from it.
 
     Args:
         config: the engine's configuration.
@@ -35,9 +41,10 @@ class Worker:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._group = single_group(kv_cache_config)
+        self._groups = served_groups(kv_cache_config)
+        self._replicated = is_replicated(self._groups)
         self._rank = 0
-        self._pool: HostPool | None = None
+        self._segment: Segment | None = None
         self._host: PoolHost | None = None
         self._device: Device | None = None
         self._report = TierKVWorkerMetadata()
@@ -46,55 +53,61 @@ class Worker:
         self._bad_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Make the segment for caches of this shape and offer it to the scheduler.
+        """Make this rank's segment for caches of this shape; rank 0 offers all of them to the scheduler.
 
         Raises:
             ConfigError: ``host_bytes`` or ``chunk_tokens`` do not fit, or a block is not one piece of memory.
+            UnavailableError: another rank does not answer.
         """
-        caches = [kv_caches[name] for name in self._group.layer_names]
-        num_blocks = self._kv_cache_config.num_blocks
-        regions = make_regions(caches, num_blocks, 1)
-        layout = self._layout(caches, regions)
-        regions = make_regions(caches, num_blocks, layout.blocks_per_chunk)
-        shape = PoolShape.for_budget(self._config.host_bytes, 1, layout.part_nbytes)
+        parallel, num_blocks = self._vllm_config.parallel_config, self._kv_cache_config.num_blocks
+        self._rank, tp_size = tensor_rank(parallel), parallel.tensor_parallel_size
+        shard = Shard(tp_size=tp_size, num_parts=1 if self._replicated else tp_size)
+        layout = describe(
+            self._groups, kv_caches, num_blocks, shard.num_parts, self._config.chunk_tokens, self._vllm_config
+        )
+        if self._rank == 0:
+            shape = PoolShape.for_budget(self._config.host_bytes, shard.num_parts, layout.part_nbytes)
+            self._segment = self._offer(Offer(shape, layout, shard))
+        else:
+            shape = self._follow(layout, shard)
+        assert self._segment is not None
+        self._device = open_device(regions_of(layout, kv_caches, num_blocks), shape, self._segment)
+
+    def _offer(self, offer: Offer) -> Segment:
+        """Make rank 0's segment, and say what the pool is."""
+        shape = offer.shape
         check_host_memory(shape.nbytes)
-        segment = Segment.create(shape.segment_nbytes(self._rank))
-        self._pool = HostPool(shape, [segment])
-        self._device = open_device(regions, self._pool, self._rank, layout.blocks_per_chunk)
-        engine_id = self._vllm_config.kv_transfer_config.engine_id
-        self._host = PoolHost(engine_id, Offer(shape, layout), segment.fd)
+        segment = Segment.create(shape.segment_nbytes(0))
+        self._host = PoolHost(self._engine_id, offer, segment.fd)
         logger.info(
-            "host pool of %s: %d slots of %s, %s",
+            "host pool of %s: %d slots of %s, %s%s",
             format_size(shape.nbytes),
             shape.num_slots,
             format_size(shape.payload_nbytes),
-            layout.describe(),
+            offer.layout.describe(),
+            f", tensor parallel over {offer.shard.tp_size} ranks" if offer.shard.tp_size > 1 else "",
         )
+        return segment
 
-    def _layout(self, caches: list[torch.Tensor], regions: list[Region]) -> Layout:
-        spec = self._group.kv_cache_spec
-        block_nbytes = tuple(r.block_nbytes for r in regions)
-        block_tokens = spec.block_size
-        wanted = self._config.chunk_tokens
-        chunk_tokens = (
-            default_chunk_tokens(block_tokens, sum(block_nbytes))
-            if wanted is None
-            else check_chunk_tokens(wanted, block_tokens)
-        )
-        first = caches[0]
-        inner = range(1, first.dim())
-        group = LayerGroup(
-            kind=type(spec).__name__,
-            layers=tuple(self._group.layer_names),
-            num_kv_heads=int(getattr(spec, "num_kv_heads", 1)),
-            head_size=int(getattr(spec, "head_size", 0)),
-            block_nbytes=block_nbytes,
-            shape=tuple(first.shape[1:]),
-            order=tuple(sorted(inner, key=lambda d: (-first.stride(d), d))),
-        )
-        backend, isa = _backend(self._vllm_config, self._group.layer_names[0], first)
-        dtype = str(first.dtype).removeprefix("torch.")
-        return Layout(group, dtype, block_tokens, chunk_tokens, backend, isa)
+    def _follow(self, layout: Layout, shard: Shard) -> PoolShape:
+        """Make another rank's segment as rank 0 says, or map rank 0's where it is everybody's."""
+        offer = ask_offer(self._engine_id)
+        if layout != offer.layout or shard != offer.shard:
+            raise ConfigError(
+                f"rank {self._rank} keeps its KV cache as {layout.describe()}, and rank 0 as "
+                f"{offer.layout.describe()}; ranks that differ are not served"
+            )
+        if self._replicated:
+            _, fds = get_pool(self._engine_id)
+            self._segment = Segment(fds[0], offer.shape.segment_nbytes(0))
+        else:
+            self._segment = Segment.create(offer.shape.segment_nbytes(self._rank))
+            put_segment(self._engine_id, self._rank, self._segment.fd)
+        return offer.shape
+
+    @property
+    def _engine_id(self) -> str:
+        return str(self._vllm_config.kv_transfer_config.engine_id)
 
     # -- a step
 
@@ -107,12 +120,17 @@ class Worker:
         """Start this step's loads."""
         self._loaded.update(metadata.stranded)
         self._failed.update(metadata.stranded)
+        self._note_bad(block for blocks in metadata.stranded.values() for block in blocks)
+        self._bad_blocks.update(metadata.lost)
         if metadata.loads and self._device:
-            self._device.load(metadata.loads)
+            for job in self._device.load_now([job for job in metadata.loads if job.sync_id]):
+                self._report.failed_sync.add(job.sync_id)
+                self._bad_blocks.update(block for piece in job.pieces for block in piece.all_block_ids)
+            self._device.load([job for job in metadata.loads if not job.sync_id])
 
     def after_forward(self, metadata: TierKVMetadata) -> None:
         """Start this step's copies to the host pool."""
-        if metadata.stores and self._device:
+        if metadata.stores and self._device and (self._rank == 0 or not self._replicated):
             self._device.store(metadata.stores)
 
     def collect(self) -> None:
@@ -120,17 +138,22 @@ class Worker:
         for done in self._device.finished() if self._device else ():
             job, report = done.job, self._report
             if isinstance(job, LoadJob):
-                self._loaded.add(job.req_id)
                 report.load_nbytes += done.nbytes
                 report.load_s += done.seconds
+                report.load_times += [done.seconds] if done.ok else []
+                if job.sync_id:  # vLLM asks for no report, and a failure was told when it happened
+                    report.loaded[job.sync_id] = report.loaded.get(job.sync_id, 0) + 1
+                    continue
+                self._loaded.add(job.req_id)
                 if not done.ok:
                     report.failed_loads.add(job.req_id)
                     self._failed.add(job.req_id)
-                    self._bad_blocks.update(b for piece in job.pieces for b in piece.block_ids)
+                    self._note_bad(block for piece in job.pieces for block in piece.all_block_ids)
             else:
                 report.stored[job.job_id] = report.stored.get(job.job_id, 0) + 1
                 report.store_nbytes += done.nbytes
                 report.store_s += done.seconds
+                report.store_times += [done.seconds] if done.ok else []
                 if not done.ok:
                     report.failed_stores.add(job.job_id)
 
@@ -146,9 +169,18 @@ class Worker:
         return failed
 
     def take_bad_blocks(self) -> set[int]:
-        """Return the blocks that failed loads did not fill."""
+        """Return the blocks of which vLLM is to be told that a load did not fill them."""
         blocks, self._bad_blocks = self._bad_blocks, set()
         return blocks
+
+    def _note_bad(self, blocks: Iterable[int]) -> None:
+        """Note the blocks of a request that waited for its load, where vLLM is not told by the request (before 0.30).
+
+        Told twice it would go on behind blocks that a window has passed, as if what stands before had been computed.
+        What a step loaded for itself can be told by its blocks only.
+        """
+        if KVConnectorTransferResults is None:
+            self._bad_blocks.update(blocks)
 
     def take_report(self) -> TierKVWorkerMetadata | None:
         """Return what the scheduler half is to know of this step."""
@@ -166,20 +198,6 @@ class Worker:
         if self._host:
             self._host.close()
             self._host = None
-        if self._pool:
-            self._pool.close()
-            self._pool = None
-
-
-def _backend(vllm_config: Any, layer_name: str, cache: torch.Tensor) -> tuple[str, str]:
-    """Return the attention backend's name and the instruction set that it packs the cache for."""
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
-    backend = layer.get_attn_backend().get_name() if layer is not None else "unknown"
-    if cache.device.type != "cpu":
-        return backend, cache.device.type
-    from vllm.v1.attention.backends import cpu_attn
-
-    spec_dtype, block_tokens = cache.dtype, vllm_config.cache_config.block_size
-    head_size = getattr(layer, "head_size", None)
-    isa = cpu_attn._get_attn_isa(spec_dtype, block_tokens, head_size, vllm_config.cache_config.cache_dtype)
-    return backend, str(isa)
+        if self._segment:
+            self._segment.close()
+            self._segment = None

@@ -21,6 +21,7 @@ from engine_process import CHUNK_TOKENS, VOCAB, Answer, Engine, Lab, Prompts, ad
 from servers import free_port
 from tierkv.keys import tenant_digest
 from tierkv.sessions import session_digest
+from vllm_versions import engine_env
 
 PROMPTS = Prompts(7)
 
@@ -238,6 +239,7 @@ def openai_url(model: Path, module_lab: Lab) -> Iterator[str]:
         "--max-model-len", "2560", "--num-gpu-blocks-override", "256", "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
     env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= engine_env()
     log = module_lab.directory / "openai.log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)

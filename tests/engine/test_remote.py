@@ -19,6 +19,7 @@ from leaks import pool_files
 from proxy import Proxy
 from records import wait_until
 from servers import RedisServer, TlsFiles, make_certificates
+from tierkv_connector.costs import NUM_NEEDED
 from toml_store import TomlStore
 
 pytestmark = pytest.mark.engine
@@ -338,6 +339,27 @@ def test_a_server_that_says_nothing_more_costs_the_deadline_and_the_hit(
         proxy.restore()
     assert num_steps <= plain_steps(reference, prompt, 2) + LOAD_STEPS
     assert answer.bits == gpu(prompt, 2).bits
+
+
+def test_a_link_that_is_slower_than_computing_is_left_alone(
+    lab: Lab, model: Path, store: TomlStore, proxy: Proxy, cold: Cold
+) -> None:
+    """Once that is measured: what is stored beyond it is computed, and nobody waits for it."""
+    engine = lab.engine(model, store.options(proxy.port) | {"cost_gate": True})
+    prompts = [PROMPTS.new(276) for _ in range(NUM_NEEDED + 4)]
+    for prompt in prompts:
+        engine.one(prompt, max_tokens=3)
+    engine.counters()
+    store.drain()
+    proxy.replies.delay_s = 0.2
+    came = []
+    for prompt in prompts:
+        engine.clear_host()
+        with engine.counting() as counters:
+            assert engine.one(prompt).distance(cold(prompt)) < 1e-4
+        came.append((*hits(counters), counters.get("cut", 0)))
+    assert came == [(0, 4, 0, 0, 0)] * NUM_NEEDED + [(0, 0, 0, 4, 4)] * 4
+    proxy.restore()
 
 
 # -- bits that are flipped on the way

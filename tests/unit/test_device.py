@@ -26,7 +26,7 @@ from tierkv_connector.device import (
     make_regions,
     open_device,
 )
-from tierkv_connector.metadata import LoadJob, Piece, StoreJob
+from tierkv_connector.metadata import LoadJob, Piece, Span, StoreJob
 
 NUM_BLOCKS = 6
 BLOCKS_PER_CHUNK = 2
@@ -125,9 +125,9 @@ def test_a_block_in_several_pieces_is_refused_in_a_sentence(cache: torch.Tensor)
 
 
 def test_a_device_of_another_kind_is_refused_in_a_sentence() -> None:
-    region = Region(torch.empty(NUM_BLOCKS, 8, device="meta"), 0, 32)
+    region = Region(torch.empty(NUM_BLOCKS, 8, device="meta"), 0, 32, 1, 0)
     with pytest.raises(ConfigError, match=r"on a 'meta' device.*'cuda' and 'cpu'"):
-        open_device([region], SimpleNamespace(), 0, 1)  # type: ignore[arg-type]
+        open_device([region], PoolShape(1, 1, 32), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def make_pool(part_nbytes: int, num_slots: int = NUM_SLOTS) -> HostPool:
@@ -139,7 +139,7 @@ def make_pool(part_nbytes: int, num_slots: int = NUM_SLOTS) -> HostPool:
 def cpu_device(caches: list[torch.Tensor]) -> Iterator[tuple[Device, HostPool]]:
     regions = make_regions(caches, NUM_BLOCKS, BLOCKS_PER_CHUNK)
     pool = make_pool(sum(r.block_nbytes for r in regions) * BLOCKS_PER_CHUNK)
-    device = open_device(regions, pool, 0, BLOCKS_PER_CHUNK)
+    device = open_device(regions, pool.shape, pool.segments[0])
     assert isinstance(device, CpuDevice)
     try:
         yield device, pool
@@ -222,6 +222,89 @@ def test_closing_waits_for_loads_under_way() -> None:
         device.load([LoadJob(str(i), (Piece(0, 0, (4, 5)),)) for i in range(50)])
         device.close()
         assert len(device.finished()) == 51
+
+
+# -- several block tables: groups of layers with blocks of their own, in memory that they share
+
+
+def grouped() -> tuple[list[Region], list[torch.Tensor], list[torch.Tensor]]:
+    """Two layers of one group, and one of another over the same memory, with blocks half as long."""
+    memory_of_all = filled((2, NUM_BLOCKS, 2, 8, 6))
+    first = [memory_of_all[0], memory_of_all[1]]
+    second = [memory_of_all[0]]  # its pages are as long: half the tokens, twice the heads, say
+    regions = make_regions(first, NUM_BLOCKS, 1)
+    return regions + make_regions(second, NUM_BLOCKS, 2, 1, sum(r.nbytes for r in regions)), first, second
+
+
+def test_groups_that_share_memory_are_stored_and_loaded_by_their_own_blocks() -> None:
+    regions, first, second = grouped()
+    assert [(r.cell_offset, r.nbytes, r.table) for r in regions] == [(0, 384, 0), (384, 384, 0), (768, 768, 1)]
+    pool = make_pool(1536)
+    device = open_device(regions, pool.shape, pool.segments[0])
+    expected = chunk_bytes(first, (5,)) + chunk_bytes(second, (1, 3))
+    device.store([StoreJob(1, Piece.of(2, [Span(0, (5,)), Span(0, (1, 3))]))])
+    (done,) = wait(device, 1)
+    assert done.nbytes == 1536
+    assert payload(pool, 2) == expected
+    for cache in first:
+        cache.zero_()
+    # A window has passed the first block of the second group.
+    device.load([LoadJob("r", (Piece.of(2, [Span(0, (4,)), Span(1, (2,))]),))])
+    (done,) = wait(device, 1)
+    assert done.nbytes == 768 + 384
+    got = chunk_bytes(first, (4,)) + chunk_bytes(second, (2,))
+    assert got == expected[:768] + expected[1152:]
+    assert not any(block_bytes(cache, i).strip(b"\0") for cache in first for i in (1, 3, 5))
+    # It has passed all of it.
+    device.load([LoadJob("r", (Piece.of(2, [Span(0, (3,)), Span(2, ())]),))])
+    (done,) = wait(device, 1)
+    assert done.ok and done.nbytes == 768
+    assert chunk_bytes(first, (3,)) == expected[:768]
+    device.close()
+    pool.close()
+
+
+def test_regions_behind_odd_bytes() -> None:
+    """Layers of whole words that stand behind one of none are copied by bytes."""
+    caches = [odd_bytes(), plain(), latent()]
+    regions = make_regions(caches[:1], NUM_BLOCKS, 1) + make_regions(caches[1:], NUM_BLOCKS, 1, 1, 15)
+    assert [r.cache.dtype for r in regions] == [torch.uint8] * 3
+    pool = make_pool(sum(r.nbytes for r in regions))
+    device = open_device(regions, pool.shape, pool.segments[0])
+    device.store([StoreJob(1, Piece.of(0, [Span(0, (4,)), Span(0, (2,))]))])
+    wait(device, 1)
+    assert payload(pool, 0) == block_bytes(caches[0], 4) + block_bytes(caches[1], 2) + block_bytes(caches[2], 2)
+    device.close()
+    pool.close()
+
+
+def test_fences_are_over_the_blocks_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(0)
+    monkeypatch.setattr(device_module.torch, "cuda", cuda)
+    regions, _, _ = grouped()
+    pool = make_pool(1536)
+    device = LateCudaDevice(regions, pool.shape, pool.segments[0])
+    device.cuda = cuda
+    device.store([StoreJob(1, Piece.of(0, [Span(0, (5,)), Span(0, (1, 3))]))])
+    for block, waits in ((2, 0), (3, 1), (5, 1)):
+        before = len(cuda.compute.work)
+        device.fence([block])
+        assert len(cuda.compute.work) - before == waits, block
+    device.close()
+    pool.close()
+
+
+def test_only_the_parts_of_a_cell_that_are_wanted_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module.torch, "cuda", FakeCuda(0))
+    regions, _, _ = grouped()
+    pool = make_pool(1536)
+    device = CudaDevice(regions, pool.shape, pool.segments[0])
+    both, none = Span(0, (1,)), Span(0, ())
+    assert device._ranges(Piece.of(0, [both, Span(0, (2, 3))])) == [(0, 1536)]
+    assert device._ranges(Piece.of(0, [both, none])) == [(0, 768)]
+    assert device._ranges(Piece.of(0, [none, Span(1, (2,))])) == [(768, 1536)]
+    device.close()
+    pool.close()
 
 
 # -- CUDA: the order of what is submitted, on a machine that runs it as late and as crosswise as it is allowed to
@@ -367,7 +450,7 @@ class CudaBench:
         self.caches = [torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, 1, dtype=torch.int64)]
         regions = make_regions(self.caches, 8, 2)
         self.pool = make_pool(sum(r.block_nbytes for r in regions) * 2, 4)
-        self.device = LateCudaDevice(regions, self.pool, 0, 2)
+        self.device = LateCudaDevice(regions, self.pool.shape, self.pool.segments[0])
         self.device.cuda = self.cuda
         self.blocks = [0] * 8  # what each block holds once all that was submitted has run
         self.slots: dict[int, tuple[int, int]] = {}  # likewise; filled and reported slots only
@@ -511,5 +594,5 @@ def test_a_pool_that_cannot_be_pinned_is_refused_in_a_sentence(monkeypatch: pyte
     monkeypatch.setattr(device_module.torch, "cuda", cuda)
     pool = make_pool(64)
     with pytest.raises(ConfigError, match=r"CUDA cannot pin .* \(error 2\); lower host_bytes"):
-        CudaDevice(make_regions([torch.zeros(8, 4)], 8, 4), pool, 0, 4)
+        CudaDevice(make_regions([torch.zeros(8, 4)], 8, 4), pool.shape, pool.segments[0])
     pool.close()

@@ -23,6 +23,7 @@ from scheduler_bench import (
 )
 from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key
 from tierkv.messages import COMPUTED, EVICTED, USED
+from tierkv_connector.costs import NUM_NEEDED, CostGate
 from tierkv_connector.plan import TRANSITIONS, State
 from tierkv_connector.scheduler import Scheduler
 
@@ -42,6 +43,7 @@ def random_bench(seed: int, extra_seed: int | None = None) -> Bench:
         num_blocks=40 if seed % 3 else 24,
         late_outputs=bool(seed % 2),
         extra_seed=extra_seed,
+        sync_load_nbytes=seed % 4 * PAYLOAD_NBYTES,
     )
     bench.client.spill = dict(zip(("disk", "shared"), SPILL[seed % len(SPILL)], strict=True))
     return bench
@@ -49,7 +51,7 @@ def random_bench(seed: int, extra_seed: int | None = None) -> Bench:
 
 def test_random_sequences_keep_every_invariant() -> None:
     scheduler_bench.seen_transitions.clear()
-    num_loaded = num_none = 0
+    num_loaded = num_none = num_sync = 0
     reasons: Counter[int] = Counter()
     for seed in range(NUM_SEQUENCES):
         with small_world():
@@ -68,10 +70,12 @@ def test_random_sequences_keep_every_invariant() -> None:
                 bench.close()
             num_loaded += bench.num_loaded_chunks
             num_none += bench.num_none
+            num_sync += bench.num_sync_loads
             reasons.update(item.reason for kind, *words in bench.client.log if kind == "store" for item in words[0])
     assert reasons[COMPUTED] > NUM_SEQUENCES and reasons[EVICTED] > 100 and reasons[USED] > 5, reasons
     assert num_loaded > NUM_SEQUENCES, "the sequences load too little to say anything"
     assert num_none > NUM_SEQUENCES
+    assert num_sync > NUM_SEQUENCES / 2
     assert scheduler_bench.seen_transitions == {(a, b) for a, then in TRANSITIONS.items() for b in then}
 
 
@@ -868,3 +872,74 @@ def test_a_plan_ends_in_the_states_of_the_table(bench: Bench) -> None:
     bench.run_device()
     bench.step()
     assert plan.state is State.DONE
+
+
+# -- what fetching costs
+
+
+def measured(bench: Bench, compute_s: float, **fetch_s: float) -> None:
+    """Let the engine have measured what computing a chunk takes, and fetching one, by the tier's letter."""
+    costs = bench.sched.costs
+    assert costs is not None
+    for _ in range(NUM_NEEDED):
+        costs.note_step(100 * CHUNK_TOKENS, 100 * compute_s)
+        for letter, seconds in fetch_s.items():
+            costs.note_fetch(letter.encode(), seconds)
+
+
+def test_a_tier_that_is_slower_than_computing_is_not_fetched_from(bench: Bench) -> None:
+    keys = store(bench, prompt(3))
+    bench.stored.update(dict.fromkeys(keys, b"s"))
+    measured(bench, 0.01, s=1.0)
+    request = bench.submit(prompt(3))
+    bench.step()
+    assert not fetched(bench), "not even before it is known what is stored where"
+    bench.answer_all()
+    bench.step()
+    assert not fetched(bench) and bench.sched.counters["cut"] == 3
+    settle(bench)
+    assert request.request_id not in bench.requests
+    assert bench.sched.counters["missed"] == 3
+
+
+def test_only_the_end_that_is_slow_is_computed(bench: Bench) -> None:
+    keys = store(bench, prompt(3))
+    bench.stored[keys[2]] = b"s"
+    measured(bench, 0.01, d=0.001, s=1.0)
+    request = bench.submit(prompt(3))
+    bench.step()
+    settle_plan(bench)
+    assert fetched(bench) == keys[:2]
+    assert bench.ask(request, 0) == (2 * CHUNK_TOKENS, True)
+    assert bench.sched.counters["cut"] == 1
+
+
+def settle_plan(bench: Bench) -> None:
+    """Answer what is asked, and let the plans go on, without a load."""
+    for _ in range(4):
+        bench.answer_all()
+        bench.sched._apply_replies()
+        bench.sched._advance_plans()
+
+
+def test_the_speed_of_computing_is_that_of_steps_without_a_pause(bench: Bench) -> None:
+    """Steps of 24 prompt tokens, 12 ms each; the pauses between requests do not count."""
+    bench.token_budget = 24
+    costs = bench.sched.costs = CostGate(CHUNK_TOKENS, PAYLOAD_NBYTES)
+    bench.client.disconnect()
+    for i in range(NUM_NEEDED):
+        bench.submit([1000 * i + j for j in range(60)])
+        for _ in range(6):
+            bench.now += 0.012
+            bench.step()
+        bench.now += 100.0
+    assert costs.chunk_s is None, "so short steps say nothing"
+    bench.sched.costs = costs = CostGate(CHUNK_TOKENS, PAYLOAD_NBYTES)
+    bench.token_budget = 64
+    for i in range(2 * NUM_NEEDED):
+        bench.submit([100_000 + 1000 * i + j for j in range(70)])
+        for _ in range(4):
+            bench.now += 0.032
+            bench.step()
+        bench.now += 100.0
+    assert costs.chunk_s == pytest.approx(0.032 / 64 * CHUNK_TOKENS)
