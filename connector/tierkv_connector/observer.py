@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tierkv.hostindex import Entry
+from tierkv.messages import FROM_DISK
 from tierkv_connector.events import EventQueue, events_wanted
 from tierkv_connector.metadata import TierKVWorkerMetadata
 from tierkv_connector.stats import Collector, TierKVStats
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tierkv")
 
 T = TypeVar("T")
+
+
+def _source(entry: Entry) -> str:
+    """Return the tier that a usable chunk came from, also where the half has not taken note of its arrival yet."""
+    if entry.state == Entry.FILLING and entry.fetch is not None and entry.fetch.results:
+        return "disk" if entry.fetch.results[entry.fetch_index] == FROM_DISK[0] else "shared"
+    return entry.source
 
 
 class Observer:
@@ -90,7 +99,7 @@ class Observer:
         for chunk in range(begin // size, -(-end // size)):
             entry = self._sched.index.peek(state.keys[chunk])
             if entry is not None:
-                found[entry.source] += min(end, (chunk + 1) * size) - max(begin, chunk * size)
+                found[_source(entry)] += min(end, (chunk + 1) * size) - max(begin, chunk * size)
         return found
 
     def stepped(self) -> None:
