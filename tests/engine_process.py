@@ -375,7 +375,9 @@ class Lab:
         in a millisecond, and every load is one that its request waits for: tests that are about it set their own.
         """
         if connector is not None:
-            small = {"host_bytes": "64MiB", "deadline_s": 30.0, "cost_gate": False, "sync_load_bytes": 0} | ({"disk_bytes": "256MiB"} if "disk_dir" in connector else {})
+            small = {"host_bytes": "64MiB", "deadline_s": 30.0, "cost_gate": False, "sync_load_bytes": 0} | (
+                {"disk_bytes": "256MiB"} if "disk_dir" in connector else {}
+            )
             connector = small | connector
         engine = Engine(model, self.directory, connector, **options)
         self._engines.append(engine)

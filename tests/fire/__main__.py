@@ -20,7 +20,7 @@ from fire.kind import Kind, load_kinds
 from fire.stage import Stage
 
 #: Faults of each kind in a full run.
-ROUNDS = 11
+ROUNDS = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
