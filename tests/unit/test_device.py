@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -457,6 +457,7 @@ class CudaBench:
         self.storing: dict[int, tuple[int, tuple[int, int]]] = {}
         self.loading: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.value = 0
+        self.num_read = 0
 
     def compute(self, blocks: list[int], zero: bool = False) -> None:
         """A forward (or vLLM's zeroing) writes blocks."""
@@ -469,6 +470,17 @@ class CudaBench:
     def _write(self, block: int, value: int) -> None:
         for cache in self.caches:
             cache[block] = value
+
+    def attend(self, blocks: Sequence[int]) -> None:
+        """A forward reads blocks, which must hold what they are to hold now."""
+        expected = [self.blocks[block] for block in blocks]
+
+        def read() -> None:
+            got = [int(cache[block][0]) for cache in self.caches for block in blocks]
+            self.num_read += 1
+            assert got == expected * len(self.caches), "a forward attends over other bytes"
+
+        self.cuda.submit(read)
 
     def step(self, number: int) -> None:
         """One step as the worker half runs it: fence, forward, stores, loads; each block of a load is zeroed before."""
@@ -486,10 +498,15 @@ class CudaBench:
             self.compute(list(target), zero=True)
             slot = self.rng.choice(full)
             busy.add(slot)
-            job = LoadJob(f"r{number}", (Piece(slot, 1, target[1:]), Piece(slot, 0, target[:1])))
+            now = self.rng.random() < 0.5
+            job = LoadJob(f"r{number}", (Piece(slot, 1, target[1:]), Piece(slot, 0, target[:1])), int(now))
             self.loading[job.req_id] = (slot, target)
             self.blocks[target[0]], self.blocks[target[1]] = self.slots[slot]
-            self.device.load([job])
+            if now:
+                assert self.device.load_now([job]) == []
+                self.attend(target)
+            else:
+                self.device.load([job])
         empty = [slot for slot in range(4) if slot not in busy]
         if empty and self.rng.random() < 0.7:
             slot = self.rng.choice(empty)
@@ -531,17 +548,26 @@ class CudaBench:
         self.pool.close()
 
 
-def live(seed: int, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CudaBench], None] = lambda bench: None) -> None:
+def live(seed: int, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CudaBench], None] = lambda bench: None) -> int:
+    """Run 40 steps and return how often a forward read what was loaded in its own step."""
     bench = CudaBench(seed, monkeypatch)
     spoil(bench)
     for number in range(40):
         bench.step(number)
     bench.finish()
+    return bench.num_read
 
 
 def test_copies_on_cuda_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(150):
-        live(seed, monkeypatch)
+    assert sum(live(seed, monkeypatch) for seed in range(150)) > 400
+
+
+def _load_now_is_load(bench: CudaBench) -> None:
+    def load(jobs: Sequence[LoadJob]) -> list[LoadJob]:
+        bench.device.load(jobs)
+        return []
+
+    bench.device.load_now = load  # type: ignore[method-assign]
 
 
 def _no_fence(bench: CudaBench) -> None:
@@ -562,6 +588,7 @@ def _deaf(name: str) -> Callable[[CudaBench], None]:
         pytest.param(_deaf("_store_stream"), id="stores do not wait for the compute"),
         pytest.param(_deaf("_load_stream"), id="loads wait for nothing"),
         pytest.param(_deaf("compute"), id="the compute does not wait for stores"),
+        pytest.param(_load_now_is_load, id="the compute does not wait for what it is to read"),
     ],
 )
 def test_without_one_of_the_waits_bytes_are_wrong(
@@ -585,6 +612,32 @@ def test_a_load_that_fails_half_way_is_reported_once_its_first_half_is_over(monk
     assert bench.device.finished() == []
     bench.device.close()
     bench.pool.close()
+
+
+def test_a_load_that_the_forward_needs_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is to hear of it in the same step; its slot is held until nothing of it is under way."""
+    bench = CudaBench(0, monkeypatch)
+    bench.device.fails_at = 1
+    job = LoadJob("r", (Piece(0, 0, (1,)), Piece(0, 1, (2,))), 1)
+    assert bench.device.load_now([job]) == [job]
+    assert bench.device.finished() == []
+    while bench.cuda.run_one():
+        pass
+    (done,) = bench.device.finished()
+    assert (done.job, done.ok) == (job, False)
+    bench.device.close()
+    bench.pool.close()
+
+
+def test_a_load_that_the_forward_needs_is_over_when_the_call_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the GPU is host memory."""
+    caches = [plain()]
+    with cpu_device(caches) as (device, _):
+        device.store([StoreJob(1, Piece(1, 0, (0, 1)))])
+        bad, good = LoadJob("bad", (Piece(1, 0, (NUM_BLOCKS, 1)),), 1), LoadJob("good", (Piece(1, 0, (2, 3)),), 2)
+        assert device.load_now([bad, good]) == [bad]
+        assert [block_bytes(caches[0], i) for i in (2, 3)] == [block_bytes(plain(), i) for i in (0, 1)]
+        assert [(d.job, d.ok) for d in device.finished()][1:] == [(bad, False), (good, True)]
 
 
 def test_a_pool_that_cannot_be_pinned_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
