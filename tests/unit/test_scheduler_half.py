@@ -943,3 +943,44 @@ def test_the_speed_of_computing_is_that_of_steps_without_a_pause(bench: Bench) -
             bench.step()
         bench.now += 100.0
     assert costs.chunk_s == pytest.approx(0.032 / 64 * CHUNK_TOKENS)
+
+
+# -- loads that are part of their step
+
+
+def test_a_small_load_is_part_of_its_step() -> None:
+    with small_world():
+        bench = Bench(sync_load_nbytes=3 * PAYLOAD_NBYTES)
+        try:
+            warm(bench, prompt(3))
+            request = bench.submit(prompt(3))
+            assert bench.ask(request, 0) == (3 * CHUNK_TOKENS, False)
+            meta = bench.step()
+            (job,) = meta.loads
+            assert job.sync_id and request.status != "loading"
+            settle(bench)
+            assert bench.sched.counters["host_hits"] == 3
+            bench.check_idle()
+        finally:
+            bench.close()
+
+
+def test_a_small_claim_that_vllm_waits_for_is_reported() -> None:
+    """A larger one that was cut: vLLM goes on with it as with what it was, and waits for a report."""
+    with small_world():
+        bench = Bench(sync_load_nbytes=2 * PAYLOAD_NBYTES)
+        try:
+            warm(bench, prompt(3))
+            request = bench.submit(prompt(3))
+            assert bench.ask(request, 0) == (3 * CHUNK_TOKENS, True)
+            bench.cut_claims = 1.0
+            bench.rng = SimpleNamespace(random=lambda: 0.5, randint=lambda a, b: 4)  # type: ignore[assignment]
+            bench.step()
+            ((job, _),) = bench.pending_loads
+            assert not job.sync_id and len(job.pieces) == 2, "four blocks, of two chunks"
+            bench.rng = Random(0)
+            bench.cut_claims = 0.0
+            settle(bench)
+            bench.check_idle()
+        finally:
+            bench.close()
