@@ -46,6 +46,10 @@ class Driver:
         """Start the engine and return this process's id."""
         from vllm import LLM
 
+        if limit := os.environ.get("TIERKV_TEST_BACKOFF_MAX_S"):
+            from tierkv import health
+
+            health.BACKOFF_MAX_S = float(limit)
         if armed := os.environ.get("TIERKV_TEST_DIE_AT"):  # a point of fire.in_engine
             self.die_at(armed)
         self._llm = LLM(**settings)

@@ -23,6 +23,7 @@ import msgspec
 
 from engine_process import BLOCK_TOKENS, CHUNK_TOKENS, Engine
 from fake_engine import wait_until
+from fire.kind import BACKOFF_MAX_S
 from fire.meddler import Meddler
 from fire.supervised import Store, tier_states
 from network import make_tokens
@@ -160,8 +161,10 @@ class Stage:
         options = server | {
             "host_bytes": NUM_SLOTS * PAYLOAD_NBYTES + (16 << 10),
             "deadline_s": DEADLINE_S,
+            "cost_gate": False,  # the model computes a chunk in a millisecond
         }
-        self.engines[name] = Engine(self.model, self.directory, options, **settings)
+        env = {"TIERKV_TEST_BACKOFF_MAX_S": str(BACKOFF_MAX_S)} | settings.pop("env", {})
+        self.engines[name] = Engine(self.model, self.directory, options, env=env, **settings)
         return self.engines[name]
 
     def restart_engine(self, name: str) -> Engine:

@@ -36,6 +36,8 @@ from typing import Any, NamedTuple
 import lmdb
 
 from fire import clock  # before anything that takes note of time.time
+from fire.kind import BACKOFF_MAX_S
+from tierkv import health
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.environment import Environment
 from tierkv.tiers.redis_wire import Wire
@@ -234,6 +236,7 @@ def _send(points: Points, here: threading.local, original: Callable[..., Any], w
 
 
 if __name__ == "__main__":
+    health.BACKOFF_MAX_S = BACKOFF_MAX_S
     _points = Points(socket.socket(fileno=int(sys.argv[1])))
     for _order in json.loads(sys.argv[2]):
         _points.take(_order)
