@@ -52,25 +52,24 @@ class Sayings:
         self._rng = random.Random(seed)
         document = Path(__file__).parents[2] / "scripts" / "data" / "document.txt"
         self._words = document.read_text().split()
-        self._earlier: list[list[str]] = [[]]
+        self._earlier = [self._words[at : at + 100] for at in range(0, 800, 200)]
 
     def new(self) -> tuple[str, Any]:
         """Return ("text", text) or ("chat", messages)."""
-        begin = self._rng.choice(self._earlier)
-        words = begin[: self._rng.randrange(len(begin) + 1)]
+        begin = self._rng.choice(self._earlier)[:120]
         at = self._rng.randrange(len(self._words) - 100)
-        words = words[:120] + self._words[at : at + self._rng.randrange(1, 60)]
+        words = begin[: self._rng.randrange(60, len(begin) + 1)] + self._words[at : at + self._rng.randrange(1, 60)]
         self._earlier.append(words)
         if self._rng.random() < 0.4:
             return "text", " ".join(words)
-        cut = self._rng.randrange(len(words))
+        cut = self._rng.randrange(45, len(words))
         chat = [
-            {"role": "system", "content": " ".join(words[: cut // 2])},
-            {"role": "user", "content": [{"type": "text", "text": " ".join(words[cut // 2 : cut])}]},
+            {"role": "system", "content": " ".join(words[:45])},
+            {"role": "user", "content": [{"type": "text", "text": " ".join(words[45:cut])}]},
             {"role": "assistant", "content": "I see."},
             {"role": "user", "content": " ".join(words[cut:])},
         ]
-        return "chat", chat[self._rng.choice([0, 1, 3]) :]
+        return "chat", chat[self._rng.choice([0, 0, 0, 1, 3]) :]
 
 
 def test_match_says_what_the_engine_then_finds(real: Engine, disk: Path, tmp_path: Path) -> None:
