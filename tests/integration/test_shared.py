@@ -593,3 +593,25 @@ def test_a_server_that_talks_nonsense_is_out_and_its_connection_is_not_used_agai
         listener.shutdown(socket.SHUT_RDWR)
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_who_offers_only_what_is_there_learns_that_it_takes_writes_again(server: RedisServer, tier: SharedTier) -> None:
+    _, records = make_chain(NAMESPACE, 2)
+    assert tier.store(NS_ID, records) == [Status.OK] * 2
+    client = server.client()
+    client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    assert tier.store(NS_ID, make_chain(NAMESPACE, 2, seed=1)[1]) == [Status.ERROR] * 2
+
+    def refused() -> bool:  # a Redis that becomes a replica hangs up first
+        back_off_is_over(tier)
+        tier.store(NS_ID, make_chain(NAMESPACE, 2, seed=1)[1])
+        return tier.stat().state == "read-only"
+
+    wait_until(refused)
+    client.execute_command("REPLICAOF", "NO", "ONE")
+
+    def well() -> bool:
+        back_off_is_over(tier)
+        return tier.store(NS_ID, records) == [Status.EXISTS] * 2 and tier.stat().state == "up"
+
+    wait_until(well)

@@ -294,15 +294,21 @@ class SharedTier:
         new = [i for i, ok in zip(new, admitted, strict=True) if ok]
         ready = [item for item, ok in zip(ready, admitted, strict=True) if ok]
         if not ready:
+            if not self._link.writes.up:  # who offers only what is there would never learn that it takes writes again
+                self._link.ask([self._describe(namespace)], OnError.STOP_WRITES)
             return statuses
         for i, status in zip(new, self._write(namespace, ns_id, ready), strict=True):
             statuses[i] = status
         return statuses
 
+    def _describe(self, namespace: Namespace) -> Command:
+        """Return the command that writes a namespace's description where there is none."""
+        return "HSETNX", self._names.namespaces, namespace.ns_id().hex(), namespace.to_json()
+
     def _write(self, namespace: Namespace, ns_id: bytes, ready: Sequence[tuple[Record, memoryview]]) -> list[Status]:
         """Write records, which are counted already, with their rows, and take off again what was not added."""
         refs = [Ref(record.header.key, record.header.anchor) for record, _ in ready]
-        commands: list[Command] = [("HSETNX", self._names.namespaces, ns_id.hex(), namespace.to_json())]
+        commands: list[Command] = [self._describe(namespace)]
         for ref, (record, data) in zip(refs, ready, strict=True):
             ms = self.lifetime.expiry_ms(record.header)
             expiry = () if ms is None else ("PX", max(ms, 1))
