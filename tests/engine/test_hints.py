@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,11 +13,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from api_server import api_server
 from engine_process import CHUNK_TOKENS, VOCAB, Answer, Engine, Lab, Prompts, admin, drain
-from servers import free_port
 from tierkv.keys import tenant_digest
 from tierkv.sessions import session_digest
-from vllm_versions import engine_env
 
 PROMPTS = Prompts(7)
 
@@ -221,7 +216,6 @@ def openai_url(model: Path, module_lab: Lab) -> Iterator[str]:
     directory = module_lab.directory / "served"
     shutil.copytree(model, directory)
     write_tokenizer(directory)
-    port = free_port()
     transfer = {
         "kv_connector": "TierKVConnector",
         "kv_role": "kv_both",
@@ -232,35 +226,8 @@ def openai_url(model: Path, module_lab: Lab) -> Iterator[str]:
             "disk_bytes": "256MiB",
         },
     }
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory),
-        "--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32",
-        "--enforce-eager", "--block-size", "32",
-        "--max-model-len", "2560", "--num-gpu-blocks-override", "256", "--kv-transfer-config", json.dumps(transfer),
-    ]  # fmt: skip
-    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= engine_env()
-    log = module_lab.directory / "openai.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2)
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
-                time.sleep(0.2)
+    with api_server(directory, module_lab.directory / "openai.log", transfer) as url:
         yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def post(url: str, path: str, **body: Any) -> dict[str, Any]:

@@ -6,12 +6,7 @@ On the wanted version of vLLM (``TIERKV_VLLM``): see scripts/test-matrix.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,9 +16,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api_server import api_server
 from engine_process import CHUNK_TOKENS, Engine, Lab, Prompts, drain
 from tierkv_connector.stats import METRICS, PREFIX, SOURCES
-from vllm_versions import engine_env, wanted
+from vllm_versions import wanted
 
 pytestmark = pytest.mark.engine
 
@@ -316,43 +312,14 @@ def test_without_the_variable_nothing_is_traced(measured: Engine) -> None:
 @pytest.fixture(scope="module")
 def server_url(module_lab: Lab, model: Path) -> Iterator[str]:
     """An OpenAI server with its engine in another process: what is counted there has to reach its endpoint."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
     transfer = {
         "kv_connector": "TierKVConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"host_bytes": "64MiB", "chunk_tokens": CHUNK_TOKENS, "server": "off"},
     }
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
-        "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--block-size", "32",
-        "--max-model-len", "2560", "--num-gpu-blocks-override", "256", "--skip-tokenizer-init",
-        "--kv-transfer-config", json.dumps(transfer),
-    ]  # fmt: skip
-    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_SERVER_DEV_MODE": "1"} | engine_env()
     log = module_lab.directory / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2)
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
-                time.sleep(0.2)
+    with api_server(model, log, transfer, "--skip-tokenizer-init", VLLM_SERVER_DEV_MODE="1") as url:
         yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def complete(url: str, prompt: list[int]) -> None:
