@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +22,9 @@ from fire.stage import Stage
 
 #: Faults of each kind in a full run.
 ROUNDS = 10
+#: Seconds of pool races in a full run and in the shortest, and what their counters have to reach in each.
+RACES_S, RACES_MIN_S = 60.0, 20.0
+RACES_LEAST = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +76,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bad:
         print(f"FAILED: {bad[0].kind} (number {bad[0].number}): {bad[0].problems[0]}")
         print(f"again:  {_again(args.seed, bad[0])}")
-    return 1 if bad else 0
+    whole = args.kinds is None and args.number is None
+    return 1 if bad or (whole and not races(args.seed, max(RACES_MIN_S, RACES_S * args.share))) else 0
+
+
+def races(seed: int, seconds: float) -> bool:
+    """Race for the pool's slots (``tests/races.py``), say what it came to, and return whether all is well."""
+    script = Path(__file__).parents[1] / "races.py"
+    command = [sys.executable, str(script), "--seed", str(seed), "--seconds", str(seconds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        counts = json.loads(done.stdout)
+    except ValueError:
+        print(f"FAILED: the pool races ended with exit status {done.returncode} and no counts")
+        return False
+    print(
+        f"pool races: {counts['dropped_generations']} generations dropped, {counts['late_writes']} late writes into "
+        f"quarantined slots, {counts['slots_checked']} slots and {counts['payloads_checked']} payloads compared, "
+        f"{counts['wrong_bytes']} wrong"
+    )
+    if counts["problems"]:
+        print(f"FAILED: {counts['problems'][0]}\nagain:  python tests/races.py --seed {seed} --seconds {seconds:g}")
+    few = [name for name in ("dropped_generations", "late_writes") if counts[name] < RACES_LEAST]
+    if few:
+        print(f"FAILED: fewer than {RACES_LEAST} {few[0]}: the races did not happen")
+    return not counts["problems"] and not few
 
 
 def table(kinds: Sequence[Kind], results: Sequence[Result]) -> str:
