@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
 
 from leaks import stop_process
 
@@ -46,8 +48,11 @@ class RedisServer:
         return self._process.pid
 
     def client(self, **options: object) -> redis.Redis:
-        """A client of the test's own, beside the code under test."""
-        return redis.Redis.from_url(self.url, **({"password": self.password} | options))
+        """A client of the test's own, beside the code under test. It asks again where Redis hangs up, as it does on
+        everybody when its role changes.
+        """
+        own = {"password": self.password, "retry": Retry(ConstantBackoff(0.05), 5)}
+        return redis.Redis.from_url(self.url, **(own | options))
 
     def start(self) -> None:
         """Start the server and wait until it answers.
@@ -196,9 +201,10 @@ class RedisCluster:
         clients = [node.client() for node in self.nodes]
         ids = [client.execute_command("CLUSTER MYID") for client in clients]
         bus = [client.config_get("cluster-port")["cluster-port"] for client in clients]  # type: ignore[index]
-        for client, node, port in zip(clients[1:], self.nodes[1:], bus[1:], strict=True):
+        for client, node in zip(clients[1:], self.nodes[1:], strict=True):
+            client.execute_command("CLUSTER SET-CONFIG-EPOCH", node.port)  # refused once it knows another node
+        for node, port in zip(self.nodes[1:], bus[1:], strict=True):
             clients[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port, port)
-            client.execute_command("CLUSTER SET-CONFIG-EPOCH", node.port)
         for client, (low, high) in zip(clients, ((0, 5460), (5461, 10922), (10923, 16383)), strict=False):
             client.execute_command("CLUSTER ADDSLOTSRANGE", low, high)
         if replica:

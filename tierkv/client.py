@@ -437,7 +437,7 @@ class StoreClient:
         self._send_commands()
         self._check_timeouts()
         if self._session is not None:
-            self.health.worked()
+            self.health.worked(self.health.now())
 
     def _patience_s(self) -> float:
         if self._session is None:
@@ -445,9 +445,10 @@ class StoreClient:
         return 0.5
 
     def _reconnect(self) -> None:
+        began = self.health.now()
         try:
             self._open()
-            self.health.worked()
+            self.health.worked(began)
         except (TierKVError, OSError) as error:
             self.health.failed(error)
             if self._launcher is not None and isinstance(error, FileNotFoundError | ConnectionRefusedError):

@@ -21,7 +21,7 @@ class Health:
 
     The back-off doubles from ``BACKOFF_MIN_S`` to ``BACKOFF_MAX_S`` with every try that fails in a row, with a jitter
     of a quarter, so that many clients of one dead server do not return together. During the back-off nothing is tried:
-    what fails or succeeds then began before, and changes neither the back-off nor the state.
+    what fails then began before, and changes nothing. Nor does a success of what began before the last failure.
 
     Args:
         what: what it is, as a sentence begins with it.
@@ -51,7 +51,7 @@ class Health:
         self._rng = rng
         self._backoff_s = 0.0
         self._retry_at = 0.0
-        self._out_at = 0.0  # as out_since, by the clock
+        self._failed_at = self._out_at = 0.0  # the last failure; and as out_since, by the clock
         self._works_since: float | None = None  # since the last failure
         self._lock = threading.Lock()
 
@@ -59,6 +59,10 @@ class Health:
     def up(self) -> bool:
         """Whether the last try worked."""
         return not self.out_since
+
+    def now(self) -> float:
+        """Return the time in seconds by the clock that :meth:`worked` goes by."""
+        return self._clock()
 
     def available(self) -> bool:
         """Return whether it may be tried now: it works, or its back-off is over."""
@@ -74,7 +78,7 @@ class Health:
             self.num_faults += 1
             self.reason = " ".join(str(reason).split()).rstrip(".") or type(reason).__name__
             self._works_since = None
-            now = self._clock()
+            now = self._failed_at = self._clock()
             if self.out_since and now < self._retry_at:
                 return  # one of several that were under way
             self._backoff_s = min(BACKOFF_MAX_S, max(BACKOFF_MIN_S, 2 * self._backoff_s))
@@ -84,14 +88,19 @@ class Health:
             self.out_since, self._out_at = time.time(), now
             logger.warning("%s is out: %s. %s", self.what, self.reason, self._meanwhile)
 
-    def worked(self) -> None:
-        """Note a success: the fault, if there was one, is over, or will be if nothing fails for a while."""
+    def worked(self, began: float) -> None:
+        """Note a success: the fault, if there was one, is over, or will be if nothing fails for a while.
+
+        Args:
+            began: when what worked was begun, by :meth:`now`. What began before the last failure proves nothing: it
+                may have been answered before the fault and noted late.
+        """
         if not self.out_since:
             return
         with self._lock:
-            now = self._clock()
-            if not self.out_since or now < self._retry_at:
+            if not self.out_since or began < self._failed_at:
                 return
+            now = self._clock()
             if self._works_since is None:
                 self._works_since = now
             if now - self._works_since < self._settle_s:

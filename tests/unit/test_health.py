@@ -33,7 +33,7 @@ def test_the_back_off_doubles_with_each_try_that_fails(caplog: pytest.LogCapture
         waits.append(health.retry_in_s())
         clock.now += waits[-1]
     assert waits == [min(BACKOFF_MIN_S * 2**i, BACKOFF_MAX_S) for i in range(9)]
-    health.worked()
+    health.worked(health.now())
     assert health.up and health.available() and health.reason == "" and health.out_since == 0
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["It is out: no answer. Serving goes on without it.", f"It is back after {sum(waits):.1f} s."]
@@ -52,15 +52,24 @@ def test_many_that_were_under_way_fail_as_one_try() -> None:
     assert health.retry_in_s() == pytest.approx(BACKOFF_MIN_S - 0.16)
 
 
-def test_what_succeeds_during_the_back_off_began_before_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_began_before_a_failure_ends_nothing_however_late_it_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     health = make(clock)
+    began = health.now()
+    clock.now += 0.01
     health.failed("error")
-    health.worked()
-    assert not health.up and not health.available()
-    clock.now += BACKOFF_MIN_S
-    health.worked()
-    assert health.up
+    for _ in range(2):
+        health.worked(began)
+        assert not health.up
+        clock.now += BACKOFF_MIN_S
+        assert health.available()
+    again = health.now()
+    clock.now += 0.01
+    health.failed("error")
+    health.worked(again)
+    assert not health.up, "the last failure counts"
+    health.worked(health.now())
+    assert health.up and not health.retry_in_s(), "one call may fail at first and then find who takes it"
     assert len(caplog.records) == 2
 
 
@@ -74,14 +83,14 @@ def test_what_fails_as_soon_as_it_is_used_is_not_back_in_between(caplog: pytest.
         waits.append(health.retry_in_s())
         clock.now += waits[-1]
         for _ in range(9):
-            health.worked()
+            health.worked(health.now())
             assert health.available() and not health.up
             clock.now += 1.0
     assert waits[:3] == [0.5, 1.0, 2.0] and waits[-1] == BACKOFF_MAX_S
     assert len(caplog.records) == 1
     began = clock.now
     for _ in range(2):
-        health.worked()
+        health.worked(health.now())
         clock.now += 10.0
     assert health.up
     assert caplog.records[-1].getMessage() == f"It is back after {began - 9.0 - 100.0:.1f} s."

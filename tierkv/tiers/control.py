@@ -328,7 +328,7 @@ class ControlFeed:
         if wait and self._heard_at is not None and not self._wait():
             return False
         while not self._stop.is_set():
-            at = self._clock()
+            at, began = self._clock(), self._health.now()
             try:
                 whole = self._read_control()
                 news_whole = self._read_news() if whole is not None else None
@@ -342,7 +342,7 @@ class ControlFeed:
         else:
             return False
         self._heard_at = at
-        self._health.worked()
+        self._health.worked(began)
         self._written.heard(at)
         place = self._file.place
         if place is not None:

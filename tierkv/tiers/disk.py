@@ -219,6 +219,7 @@ class DiskTier:
         return results
 
     def _fetch_from(self, env: Environment, refs: Sequence[Ref], sink: Sink, quiet: bool, keep: bool) -> list[Fetched]:
+        began = self._health.reads.now()
         try:
             entries = self._catalog.find(env, refs)
             ahead = max(1, _AHEAD_NBYTES // env.cost)
@@ -236,7 +237,7 @@ class DiskTier:
             if result.status is Status.OK and entry is not None
         ]
         if found and not any(result.status is Status.ERROR for result in results):
-            self._health.reads.worked()
+            self._health.reads.worked(began)
         if found and not quiet:
             self._catalog.note_use(env, found)
         if not keep:
@@ -282,11 +283,12 @@ class DiskTier:
     def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
         statuses: list[Status] = []
         if self._take_write_lock():
+            began = self._health.writes.now()
             try:
                 if ns_id in self._known and self._health.may_write() and not self._upkeep.stopping.is_set():
                     self._store_all(ns_id, records, statuses)
                     if Status.OK in statuses:
-                        self._health.writes.worked()
+                        self._health.writes.worked(began)
             except (lmdb.Error, OSError) as error:
                 self._health.write_failed(error, self._environments.get(ns_id))
             finally:

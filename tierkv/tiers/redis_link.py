@@ -128,6 +128,7 @@ class RedisLink:
         lets them through. A HGETALL is a flat list, a cursor is bytes. Each command goes to the node that has its
         (first) key, or to ``node``; one without a key to any.
         """
+        began = self.health.now()
         if self.closed or not self.health.available():
             return None
         if not commands:
@@ -141,7 +142,7 @@ class RedisLink:
             if again is None:
                 return None
             wanted = again
-        return self._judge(replies, on_error)
+        return self._judge(replies, on_error, began)
 
     def nodes(self) -> list[Node]:
         """Return the nodes that have keys; nothing where that is not known now."""
@@ -262,7 +263,7 @@ class RedisLink:
             self.look_again(node)
         return {i: again[i] for i in wanted if i in again}
 
-    def _judge(self, replies: list[Value], on_error: OnError) -> list[Value] | None:
+    def _judge(self, replies: list[Value], on_error: OnError, began: float) -> list[Value] | None:
         faults = [reply for reply in replies if isinstance(reply, Error)]
         out = sum(isinstance(fault, NodeOut) for fault in faults)
         if out and (out == len(replies) or on_error is OnError.OUT):
@@ -271,14 +272,14 @@ class RedisLink:
         if said is not None and on_error is OnError.OUT:
             self.health.failed(self.say(said))
             return None
-        self.health.worked()
+        self.health.worked(began)
         unwritable = next((fault for fault in faults if code_of(fault) in WRITES_OUT), None)
         if on_error is OnError.STOP_WRITES and unwritable is None:
             unwritable = said
         if unwritable is not None:
             self.writes.failed(self.say(unwritable))
         elif on_error is OnError.STOP_WRITES:
-            self.writes.worked()
+            self.writes.worked(began)
         return replies
 
 
@@ -294,9 +295,11 @@ class Call:
         self._connection: Any = None
         self._wire: Wire | None = None
         self._replace = False
+        self._began = 0.0
         self.failed = False
 
     def __enter__(self) -> Call:
+        self._began = self._node.health.now()
         if self._link.closed or not self._node.health.available():
             self.failed = True
             return self
@@ -332,7 +335,7 @@ class Call:
             self._node.pool.release(self._connection)
             self._connection = None
         if not self.failed and kind is None:
-            self._node.health.worked()
+            self._node.health.worked(self._began)
 
     def _fail(self, error: object) -> None:
         self.failed = True
