@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -15,6 +16,12 @@ from leaks import children, pool_files, shm_names
 
 #: What a skip says where something that can be installed is not there.
 _MISSING = ("is not installed", "is installed", "is missing", "may not be mounted")
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C, also where a shell started this in the background, and so do the programs that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,8 @@ from engine_process import CHUNK_TOKENS, VOCAB, Answer, Engine, Lab, Prompts, ad
 from tierkv.keys import tenant_digest
 from tierkv.sessions import session_digest
 
+pytestmark = pytest.mark.engine
+
 PROMPTS = Prompts(7)
 
 
