@@ -22,10 +22,12 @@ from typing import NamedTuple
 
 from tierkv.layout import Namespace
 from tierkv.payload import HEADER_NBYTES, checksum
+from tierkv.policy import Hint
 from tierkv.tiers.base import (
     EntryInfo,
     Fetched,
     Limits,
+    Offer,
     Pin,
     Record,
     Ref,
@@ -191,7 +193,16 @@ class FaultyTier:
             self._account(before, results)
         return results
 
-    def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
+    def note(self, ns_id: bytes, tenant: bytes, keys: Sequence[bytes], hint: Hint | None = None) -> None:
+        self.inner.note(ns_id, tenant, keys, hint)
+
+    def release(self, ns_id: bytes, session: str) -> bool:
+        return self.inner.release(ns_id, session)
+
+    def worth(self, ns_id: bytes, key: bytes) -> float:
+        return self.inner.worth(ns_id, key)
+
+    def store(self, ns_id: bytes, records: Sequence[Record], *, offer: Offer = Offer.ORDER) -> list[Status]:
         rules = self._begin("store")
         if rules is None:
             self._more("num_errors", len(records))
@@ -200,7 +211,7 @@ class FaultyTier:
         if room < len(records):
             self._note("Full")
         damaged = [self._damage(r) if self._strikes(rules, FlipBit) else r for r in records[:room]]
-        statuses = self.inner.store(ns_id, damaged)
+        statuses = self.inner.store(ns_id, damaged, offer=offer)
         dropped = len(records) - len(statuses)
         self._more("num_dropped", dropped)
         return statuses + [Status.DROPPED] * dropped

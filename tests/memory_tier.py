@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from tierkv.health import Health
 from tierkv.layout import Namespace
 from tierkv.payload import HEADER_NBYTES, BadRecordError, ForeignRecordError, Header
+from tierkv.policy import Hint
 from tierkv.tiers.base import (
     Counters,
     EntryInfo,
     Fetched,
     Limits,
+    Offer,
     Pin,
     Record,
     Ref,
@@ -104,7 +106,16 @@ class MemoryTier:
             self._counters.count_fetched(results)
             return results
 
-    def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
+    def note(self, ns_id: bytes, tenant: bytes, keys: Sequence[bytes], hint: Hint | None = None) -> None:
+        """It has no policy: what was used longest ago goes."""
+
+    def release(self, ns_id: bytes, session: str) -> bool:
+        return False
+
+    def worth(self, ns_id: bytes, key: bytes) -> float:
+        return 0.0
+
+    def store(self, ns_id: bytes, records: Sequence[Record], *, offer: Offer = Offer.ORDER) -> list[Status]:
         with self._lock:
             self._sweep()
             family = {record.header.key for record in records} | {record.header.parent for record in records}

@@ -46,7 +46,7 @@ from tierkv.health import Health, Repeated
 from tierkv.hostindex import Fetch
 from tierkv.inline_client import InlineTransfers, merge_letters
 from tierkv.launcher import Launcher
-from tierkv.messages import FAREWELL, MORE_KEYS, WHOLE_FILTER, Hello, StoreItem, Welcome
+from tierkv.messages import FAREWELL, MORE_KEYS, USED, WHOLE_FILTER, Hello, RequestNote, StoreItem, Welcome
 from tierkv.pool import HostPool
 from tierkv.resp import Error, Parser, Simple, Value, encode_command
 from tierkv.sessions import SessionTurn
@@ -335,12 +335,19 @@ class StoreClient:
         else:
             self._wake()
 
-    def use(self, start: int, anchor: bytes, keys: Sequence[bytes], reply: Reply) -> None:
-        """Tell that consecutive chunks, the first at position ``start``, were used again.
+    def use(self, start: int, anchor: bytes, keys: Sequence[bytes], reply: Reply, reason: int = USED) -> None:
+        """Tell that consecutive chunks, the first at position ``start``, were used again, or are wanted elsewhere.
 
-        ``reply`` is called on the reader thread with a letter a key (``NOTED`` or ``WANTED``), or None.
+        Args:
+            reply: called on the reader thread with a letter a key (``NOTED`` or ``WANTED``), or None.
+            reason: ``USED``, or ``HANDOFF``.
         """
-        self._queue(NUM_LANES, [b"TKV.USE", start, anchor, b"".join(keys)], reply, None)
+        words: list[bytes | int] = [b"TKV.USE", start, anchor, b"".join(keys)]
+        self._queue(NUM_LANES, words if reason == USED else [*words, reason], reply, None)
+
+    def note(self, note: RequestNote) -> None:
+        """Tell of a request, before its chunks are stored; nobody waits for the answer."""
+        self._queue(NUM_LANES, [b"TKV.NOTE", msgspec.msgpack.encode(note)], lambda _: None, None)
 
     def turn(self, turn: SessionTurn) -> None:
         """Tell of a session's request; nobody waits for the answer."""
@@ -351,6 +358,12 @@ class StoreClient:
         """When chunks go to each tier (:class:`tierkv.config.Spill`), as the server said; empty without a session."""
         session = self._session
         return session.welcome.spill if session else {}
+
+    @property
+    def policy(self) -> str:
+        """The policy of the server's disk (:mod:`tierkv.policy`); empty without a session."""
+        session = self._session
+        return session.welcome.policy if session else ""
 
     def denies(self, key: bytes) -> bool:
         """Return whether the filter of stored keys says that ``key`` is in no tier; False where there is none."""

@@ -16,6 +16,7 @@ from msgspec import Meta
 from tierkv import __version__
 from tierkv.errors import ConfigError
 from tierkv.memory import total_memory
+from tierkv.policy import DEFAULT_POLICY, POLICIES
 from tierkv.sizes import format_size, parse_size
 from tierkv.transport import Address, parse_address
 from tierkv.urls import SHARED_FORMS, parse_shared_url, redact_url
@@ -93,7 +94,13 @@ class EngineConfig(msgspec.Struct, frozen=True):
             about 2 ms, measured; 0: no load is. Larger ones go on beside other requests' steps.
         spill: when chunks go to ``disk`` and ``shared`` (``server="auto"`` only): ``through``, ``on-evict``,
             ``second-use`` or ``never``; by default ``through`` to disk and ``second-use`` to the shared tier.
+        decode_blocks: store whole chunks of generated tokens too, as the hint ``store="all"`` does for one request.
+        policy: what the ``host`` pool and the ``disk`` (``server="auto"`` only) keep: a policy's name each
+            (:mod:`tierkv.policy`).
         hints: what requests' hints may ask for (:class:`HintLimits`).
+        weights_version: what the engine's weights are called at its start, where others than its files say: engines
+            share chunks with those of the same version.
+        portable_ranks: store what engines of other tensor parallel sizes load, too.
         server_token_file: file that holds the engine's token (``tkvs://``, ``tkv://``).
         server_ca_file: who signed the server's certificate; None: an authority that this machine trusts (``tkvs://``).
         server_cert_file, server_key_file: the engine's certificate, where the server asks for one (``tkvs://``).
@@ -109,11 +116,15 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cost_gate: bool = True
     sync_load_bytes: int | None = None
     spill: Mapping[str, Spill] = {}
+    policy: Mapping[str, str] = {}
+    decode_blocks: bool = False
     hints: HintLimits = HintLimits()
     server_token_file: Path | None = None
     server_ca_file: Path | None = None
     server_cert_file: Path | None = None
     server_key_file: Path | None = None
+    portable_ranks: bool = False
+    weights_version: str | None = None
 
     @property
     def socket(self) -> Path:
@@ -169,7 +180,11 @@ class EngineConfig(msgspec.Struct, frozen=True):
             cost_gate=_flag(options, "cost_gate", default=True),
             sync_load_bytes=_sync_load_bytes(options.get("sync_load_bytes")),
             spill=parse_spill(options.get("spill")),
+            policy=parse_policy(options.get("policy"), server),
+            decode_blocks=_flag(options, "decode_blocks", default=False),
             hints=parse_hint_limits(options.get("hints")),
+            weights_version=_weights_version(options.get("weights_version")),
+            portable_ranks=_flag(options, "portable_ranks", default=False),
             **files,
         )
         config.address  # noqa: B018  raises where it and the files beside it make no sense
@@ -184,6 +199,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
             return f"{host}, store server {self.server}, deadline {self.deadline_s:g} s"
         shared = f"shared {redact_url(self.shared_url)}" if self.shared_url else "no shared tier"
         spill = "".join(f", {tier} spills {policy}" for tier, policy in self.spill.items())
+        spill += "".join(f", {tier} policy {name}" for tier, name in self.policy.items())
         disk = f"disk {format_size(self.disk_bytes)} in {self.disk_dir}"
         return f"{host}, {disk}, {shared}{spill}, deadline {self.deadline_s:g} s"
 
@@ -246,6 +262,28 @@ def parse_spill(value: Any) -> dict[str, Spill]:
     except ValueError:
         known = ", ".join(policy.value for policy in Spill)
         raise ConfigError(f"spill={value!r} names a policy that is none of {known}; set one, as in {example}") from None
+
+
+def parse_policy(value: Any, server: str) -> dict[str, str]:
+    """Return the policy of each tier that ``value`` names.
+
+    Raises:
+        ConfigError: not an object, a tier that has none, no such policy, or a disk that is somebody else's.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'policy={value!r} is not possible; set an object such as {{"host": "{DEFAULT_POLICY}"}}')
+    check_names(value, ("host", "disk"), "policy")
+    if "disk" in value and server != "auto":
+        raise ConfigError(
+            f"policy.disk={value['disk']!r} has no effect with server={server!r}: it belongs to the store server; "
+            f"leave it out, or set server='auto'"
+        )
+    for tier, name in value.items():
+        if name not in POLICIES:
+            raise ConfigError(f"policy.{tier}={name!r} is unknown; use one of {', '.join(POLICIES)}")
+    return dict(value)
 
 
 def parse_hint_limits(value: Any) -> HintLimits:
@@ -331,6 +369,15 @@ def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
         return default
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is neither true nor false; set it to one of them, or leave it out")
+    return value
+
+
+def _weights_version(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not 0 < len(value) <= 256):
+        raise ConfigError(
+            f"weights_version={value!r} is not possible; set a name of 1 to 256 characters, such as 'step-100', or "
+            f"leave it out"
+        )
     return value
 
 

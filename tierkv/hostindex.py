@@ -3,8 +3,9 @@
 Theory of operation. A slot is *free* or held by one :class:`Entry`. An entry is made by :meth:`HostIndex.reserve`
 (which raises the slot's generation first) for a chunk that is about to be filled: by a worker's copy from the GPU, or
 by the store server's fetch. It becomes *ready* when its filler reports success. A ready entry that nobody pins may be
-evicted. An entry can be dropped at any time; its slot is free again only when nobody can read or write it any more:
-no pin, and its filler is done (until then the slot is *quarantined*).
+evicted: first those *in transit*, which the policy does not want to keep or has given up, then by the policy. An entry
+can be dropped at any time; its slot is free again only when nobody can read or write it any more: no pin, and its
+filler is done (until then the slot is *quarantined*).
 
 Only the scheduler thread calls methods that change the index. Two attributes are written by the store client's reader
 thread, each whole and once: ``Fetch.results`` (what a fetch brought) and the contents of ``HostIndex.dropped`` (keys
@@ -14,11 +15,16 @@ evicted by an operator, which no answer may use from that moment on).
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from tierkv.policy import Hint, Policy, make_policy
 from tierkv.pool import HostPool
+
+#: Chunks in transit that are looked at for one whose slot may be used again.
+_MAX_LOOKED_AT = 256
 
 
 class Fetch:
@@ -51,14 +57,20 @@ class Entry:
         saved: the disk has it, or it was offered to the store server because it is about to go.
         num_sends: how often it was sent there.
         noted: its second use was reported.
+        promised: another engine waits for it (``HANDOFF``).
+        in_transit: the policy does not want to keep it, or has given it up: its slot is used again first.
+        sending: a STORE of it has not been answered. Cleared by the reader thread.
+        declined: no tier took it when it was last offered. Written by the reader thread.
     """
 
     __slots__ = (
         "anchor",
+        "declined",
         "doomed",
         "fetch",
         "fetch_index",
         "generation",
+        "in_transit",
         "key",
         "last_used",
         "noted",
@@ -68,7 +80,9 @@ class Entry:
         "num_tokens",
         "parent",
         "position",
+        "promised",
         "saved",
+        "sending",
         "slot",
         "source",
         "state",
@@ -98,6 +112,10 @@ class Entry:
         self.tenant = bytes(16)
         self.saved = False
         self.noted = False
+        self.promised = False
+        self.in_transit = False
+        self.sending = False
+        self.declined = False
         self.num_sends = 0
 
     @property
@@ -109,6 +127,33 @@ class Entry:
         if self.state != Entry.FILLING or fetch is None or not fetch.results:
             return False
         return fetch.results[self.fetch_index] in b"ds"
+
+
+class KnownRun:
+    """How far a run of usable chunks of one chain went when it was last looked up. It holds while nothing is removed.
+
+    It is a memory of answers, no state: every answer is the same without it.
+    """
+
+    __slots__ = ("_end", "_num_gone", "_start")
+
+    def __init__(self) -> None:
+        self._start = self._end = 0
+        self._num_gone = -1
+
+    def skip(self, start: int, stop: int, num_gone: int) -> int:
+        """Return the first chunk to look up of a run from ``start``, as many entries having been removed so far."""
+        return min(self._end, stop) if self._holds(start, num_gone) else start
+
+    def note(self, start: int, end: int, num_gone: int) -> None:
+        """Take note of a run that was looked up, or a part of which was known."""
+        if self._holds(start, num_gone):
+            self._end = max(self._end, end)
+        else:
+            self._start, self._end, self._num_gone = start, end, num_gone
+
+    def _holds(self, start: int, num_gone: int) -> bool:
+        return self._num_gone == num_gone and self._start <= start <= self._end
 
 
 class Watcher(Protocol):
@@ -146,9 +191,11 @@ class HostIndex:
         self.watcher: Watcher | None = None
         self._clock = clock
         self._policy: Policy[bytes] = make_policy() if policy is None else policy
+        self._transit: OrderedDict[bytes, Entry] = OrderedDict()  # first in, first out; in no other order
         self._entries: dict[bytes, Entry] = {}
         self._free = list(range(pool.shape.num_slots - 1, -1, -1))
         self._num_quarantined = 0
+        self._num_gone = 0  # entries ever removed: what was usable and is not any more is among them
 
     # -- questions: pure
 
@@ -161,14 +208,24 @@ class HostIndex:
         """Return the entry of ``key`` even if an operator has just dropped it: a claim made before that stands."""
         return self._entries.get(key)
 
-    def run_end(self, keys: Sequence[bytes], start: int, stop: int) -> int:
-        """Return the end of the run of usable chunks of ``keys`` from ``start``, at most ``stop``."""
+    def run_end(self, keys: Sequence[bytes], start: int, stop: int, known: KnownRun | None = None) -> int:
+        """Return the end of the run of usable chunks of ``keys`` from ``start``, at most ``stop``.
+
+        Args:
+            known: what an earlier question about the same keys found; while it holds, only what may have come since
+                is looked up.
+        """
         entries, dropped = self._entries, self.dropped
-        for i in range(start, stop):
+        at = start if known is None or dropped else known.skip(start, stop, self._num_gone)
+        end = stop
+        for i in range(at, stop):
             entry = entries.get(keys[i])
             if entry is None or not entry.usable or (dropped and keys[i] in dropped):
-                return i
-        return stop
+                end = i
+                break
+        if known is not None and not dropped:
+            known.note(start, end, self._num_gone)
+        return end
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -181,6 +238,11 @@ class HostIndex:
     def num_quarantined(self) -> int:
         """Slots whose entry is gone but which somebody may still read or write."""
         return self._num_quarantined
+
+    @property
+    def num_in_transit(self) -> int:
+        """Chunks whose slots are used again before the policy is asked."""
+        return len(self._transit)
 
     def snapshot(self) -> list[Entry]:
         """Return the ready entries. Safe from any thread: one atomic copy."""
@@ -199,29 +261,58 @@ class HostIndex:
             "evicted": self.num_evicted,
             "generations": self.pool.generations.tolist(),
             "policy": self._policy.dump(),
+            "transit": list(self._transit),
         }
 
     # -- changes: the scheduler thread only
 
     def note(self, keys: Sequence[bytes], hint: Hint | None = None) -> None:
         """Note that a new request asks for a chain, root first, stored or not: once a request, never from a match."""
-        self._policy.note(keys, self._clock(), hint=hint)
+        now = self._clock()
+        self._policy.note(keys, now, hint=hint)
+        if self._transit:
+            self._keep_again(keys, now)
+
+    def _keep_again(self, keys: Sequence[bytes], now: float) -> None:
+        """Let the policy have what is in transit of a chain that is asked for, as far as it is worth its room now."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                return
+            if entry.in_transit:
+                if not self._policy.admit(key, now, room=bool(self._free)):
+                    return
+                del self._transit[key]
+                entry.in_transit = False
+                entry.saved = entry.saved and not entry.declined  # it is offered again when it goes again
+                self._policy.add(key, entry.parent)
 
     def release(self, session: str) -> bool:
         """Note that a session that was named in a hint is over; returns whether it was known."""
         return self._policy.release(session)
 
-    def admits(self, key: bytes) -> bool:
-        """Return whether a chunk is worth a slot for longer than it takes to pass it on."""
-        return self._policy.admit(key, self._clock(), room=bool(self._free))
+    def admits(self, key: bytes, parent: bytes) -> bool:
+        """Return whether a chunk is worth a slot for longer than it takes to pass it on. Its parent has to be, too."""
+        return parent not in self._transit and self._policy.admit(key, self._clock(), room=bool(self._free))
 
     def reserve(
-        self, key: bytes, parent: bytes, position: int, num_tokens: int, anchor: bytes = b"", tenant: bytes = bytes(16)
+        self,
+        key: bytes,
+        parent: bytes,
+        position: int,
+        num_tokens: int,
+        anchor: bytes = b"",
+        tenant: bytes = bytes(16),
+        *,
+        keep: bool = True,
     ) -> Entry | None:
         """Make an entry for ``key`` in a free slot, evicting one if needed, and return it; None where nothing may go.
 
         Its parent never makes room for it: without its parent it would be worth nothing. The slot's generation is
         raised before this returns, so whoever still copies its old contents will know.
+
+        Args:
+            keep: it is to stay until the policy gives it up; else it is in transit.
         """
         if (old := self._entries.get(key)) is not None:  # dropped by an operator, not yet removed
             self.drop(old, filling=old.state == Entry.FILLING)
@@ -234,7 +325,11 @@ class HostIndex:
         entry.last_used = self._clock()
         entry.anchor, entry.tenant = anchor, tenant
         self._entries[key] = entry
-        self._policy.add(key, parent)
+        if keep:
+            self._policy.add(key, parent)
+        else:
+            entry.in_transit = True
+            self._transit[key] = entry
         self.dropped.discard(key)
         if self.watcher is not None:
             self.watcher.reserved(entry)
@@ -262,7 +357,11 @@ class HostIndex:
             return
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
-            self._policy.remove(entry.key)
+            self._num_gone += 1
+            if entry.in_transit:
+                del self._transit[entry.key]
+            else:
+                self._policy.remove(entry.key)
             if self.watcher is not None:
                 self.watcher.gone(entry)
         entry.state = Entry.GONE
@@ -334,35 +433,41 @@ class HostIndex:
             self.drop(entry, filling=entry.state == Entry.FILLING)
         self.dropped.clear()
 
-    def next_victims(self, num: int) -> list[Entry]:
-        """Return those that are not saved of the ``num`` entries that go next: leaves, and their ancestors after them.
+    def retire(self, num: int) -> list[Entry]:
+        """Have the policy give up ``num`` entries, and return them: leaves, and their ancestors after them.
 
-        They stay; the spill path sends them before they go. What is saved already is walked past, so that the start of
-        a chain whose end was sent before is not overlooked.
+        They are in transit then: there until their slots are needed, and kept again if they are asked for.
         """
-        found: list[Entry] = []
-        seen: set[bytes] = set()
-        while len(seen) < num:
-            key = self._policy.victim(lambda k: k not in seen and self._may_evict(k))
+        given_up: list[Entry] = []
+        while len(given_up) < num:
+            key = self._policy.victim(lambda k: self._may_evict(k) and not self._entries[k].sending)
             if key is None:
                 break
-            entry = self._entries.get(key)
-            while entry is not None and len(seen) < num and entry.key not in seen:
-                if entry.state == Entry.READY and not entry.saved:
-                    found.append(entry)
-                seen.add(entry.key)
-                entry = self._entries.get(entry.parent)
-        return found
+            self._policy.remove(key)
+            entry = self._entries[key]
+            entry.in_transit = True
+            self._transit[key] = entry
+            given_up.append(entry)
+        return given_up
 
     def _take_slot(self, parent: bytes) -> int | None:
         if not self._free:
-            victim = self._policy.victim(lambda key: key != parent and self._may_evict(key))
+            victim = self._passed_through()
+            if victim is None:
+                victim = self._policy.victim(lambda key: key != parent and self._may_evict(key))
             if victim is None:
                 return None
             self.num_evicted += 1
             self.num_unsaved += bool(self._entries[victim].anchor) and not self._entries[victim].saved
             self.drop(self._entries[victim])
         return self._free.pop()
+
+    def _passed_through(self) -> bytes | None:
+        """Return what is in transit longest and needed no more; of a long prompt its start may go before its end."""
+        for key, entry in islice(self._transit.items(), _MAX_LOOKED_AT):
+            if self._may_evict(key) and not entry.sending:
+                return key
+        return None
 
     def _may_evict(self, key: bytes) -> bool:
         entry = self._entries[key]

@@ -59,8 +59,12 @@ class Extra(NamedTuple):
     offset: int = 0
 
 
+def _head(kind: Part, nbytes: int) -> bytes:
+    return bytes((kind,)) + nbytes.to_bytes(8, "little")
+
+
 def _part(kind: Part, data: bytes) -> bytes:
-    return bytes((kind,)) + len(data).to_bytes(8, "little") + data
+    return _head(kind, len(data)) + data
 
 
 def root_key(identity: bytes, epoch: bytes = b"", tenant: bytes = b"") -> bytes:
@@ -129,15 +133,25 @@ def chain_keys(
         extras: the extras of chunk ``i`` under ``i``.
         start: index of the first chunk to give a key; the chunks before it are already in ``root``.
     """
-    extras = extras or {}
-    num_chunks = len(tokens) // chunk_tokens
     step = chunk_tokens * 4
-    packed = pack_tokens(tokens[start * chunk_tokens : num_chunks * chunk_tokens])
+    num_chunks = len(tokens) // chunk_tokens
+    packed = pack_tokens(tokens[start * chunk_tokens :] if start else tokens)[: max(0, num_chunks - start) * step]
+    if not extras and len(root) == KEY_NBYTES:
+        return _plain_chain(root, packed, step)
     keys: list[bytes] = []
     parent = root
-    for i in range(start, num_chunks):
-        at = (i - start) * step
-        parent = next_key(parent, packed[at : at + step], extras.get(i, ()))
+    for i, at in enumerate(range(0, len(packed), step), start):
+        parent = next_key(parent, packed[at : at + step], (extras or {}).get(i, ()))
+        keys.append(parent)
+    return keys
+
+
+def _plain_chain(parent: bytes, packed: bytes, step: int) -> list[bytes]:
+    """Return what :func:`next_key` gives chunk after chunk, at a third of its cost: long prompts have thousands."""
+    parent_head, tokens_head, sha256 = _head(Part.PARENT, KEY_NBYTES), _head(Part.TOKENS, step), hashlib.sha256
+    keys: list[bytes] = []
+    for chunk in [tokens_head + packed[at : at + step] for at in range(0, len(packed), step)]:
+        parent = sha256(parent_head + parent + chunk).digest()
         keys.append(parent)
     return keys
 

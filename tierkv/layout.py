@@ -5,8 +5,11 @@ spaces; its SHA-256, cut to 16 bytes, is the *layout id*. A namespace is the mod
 shard; its digest names directories and Redis keys. The fields are ours, not vLLM's ``repr``s, so that they stay equal
 over vLLM versions that mean the same thing.
 
-A chunk holds its tokens' KV in every layer of the model, also in layers that look at a window only. Fields that models
-with one KV cache group have no use for are left out of the canonical form where they have their default.
+A chunk holds its tokens' KV in every layer of the model, also in layers that look at a window only. Layers with
+recurrent state have one block in it: the state after its last token, if there was one. Whether there was says the
+*mark*, the last bytes of a part; without it the block's bytes mean nothing, and no hit ends with the chunk.
+Fields that models with one KV cache group have no use for are left out of the canonical form where they have their
+default.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ from tierkv.errors import ConfigError
 LAYOUT_VERSION = 1
 #: The kind of cache whose window is a fixed chunk of the tokens, not one that slides.
 CHUNKED_LOCAL = "ChunkedLocalAttentionSpec"
+#: The kind of cache that holds one state after all tokens so far, not something of each token.
+RECURRENT = "MambaSpec"
+#: Bytes of the mark that says whether a chunk has its states; the first is 1 if it has.
+MARK_NBYTES = 8
 #: A payload of about this size is large enough for the disk and small enough not to stall a Redis.
 TARGET_PAYLOAD_NBYTES = 4 << 20
 MIN_CHUNK_TOKENS = 16
@@ -37,7 +44,8 @@ class BlockTable(NamedTuple):
         group_id: its place among the engine's groups.
         block_tokens: tokens a block.
         kind: the kind of cache.
-        window: tokens that its layers look at: of a sliding window, or of a chunk of local attention; 0 for all.
+        window: tokens that its layers look at: of a sliding window, or of a chunk of local attention; 1 for recurrent
+            state, which is that of the last token; 0 for all.
     """
 
     group_id: int
@@ -45,10 +53,21 @@ class BlockTable(NamedTuple):
     kind: str = ""
     window: int = 0
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether its blocks hold recurrent state: block ``i`` that after ``(i + 1) * block_tokens`` tokens."""
+        return self.kind == RECURRENT
+
+    def per_chunk(self, chunk_tokens: int) -> int:
+        """Return the blocks of a chunk that its payload holds."""
+        return 1 if self.recurrent else chunk_tokens // self.block_tokens
+
     def first_needed(self, num_tokens: int) -> int:
-        """Return the first token whose KV the token at position ``num_tokens`` looks at."""
+        """Return the first token whose KV, or the state after which, the token at position ``num_tokens`` looks at."""
         if not self.window:
             return 0
+        if self.recurrent:
+            return max(0, num_tokens - 1)
         if self.kind == CHUNKED_LOCAL:
             return num_tokens // self.window * self.window
         return max(0, num_tokens - self.window + 1)
@@ -63,7 +82,8 @@ class LayerGroup(msgspec.Struct, frozen=True):
         num_kv_heads, head_size: of one layer on one rank.
         block_nbytes: bytes of one block of each layer, in the same order.
         shape, order: logical shape of one block, and its axes from the outermost to the innermost in memory.
-        window: tokens of a sliding window, or of a chunk of local attention; 0 for attention over the whole prefix.
+        window: tokens of a sliding window, or of a chunk of local attention; 1 for recurrent state; 0 for attention
+            over the whole prefix.
         table: index of the KV cache group whose block table it uses.
         block_tokens, dtype, backend, isa: as in :class:`Layout`, where they differ from the first group's.
     """
@@ -117,8 +137,20 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def part_nbytes(self) -> int:
-        """Bytes of a chunk that one rank holds: every group's, of it every layer's blocks, layer after layer."""
-        return sum(sum(g.block_nbytes) * (self.chunk_tokens // self.tokens_of(g)) for g in self.groups)
+        """Bytes of a chunk that one rank holds: every group's, of it every layer's blocks, layer after layer.
+
+        A mark follows where the model has recurrent state.
+        """
+        return sum(sum(g.block_nbytes) * self.blocks_of(g) for g in self.groups) + self.mark_nbytes
+
+    @property
+    def mark_nbytes(self) -> int:
+        """Bytes at the end of a part that say whether it has recurrent states; 0 where the model has none."""
+        return MARK_NBYTES if any(g.kind == RECURRENT for g in self.groups) else 0
+
+    def blocks_of(self, group: LayerGroup) -> int:
+        """Return the blocks of ``group`` that a payload holds."""
+        return BlockTable(group.table, self.tokens_of(group), group.kind).per_chunk(self.chunk_tokens)
 
     def tokens_of(self, group: LayerGroup) -> int:
         """Return the tokens of a block of ``group``."""
@@ -153,6 +185,8 @@ class Shard(msgspec.Struct, frozen=True):
         tp_size, pp_size: tensor and pipeline parallel sizes of the engine.
         num_parts: ranks of this host whose parts make one payload.
         host_index, num_hosts: this host's share of the engine's ranks.
+        portable: a payload is all KV heads, one after the other, whatever ranks made it; the other fields then have
+            their defaults.
     """
 
     tp_size: int = 1
@@ -160,6 +194,7 @@ class Shard(msgspec.Struct, frozen=True):
     num_parts: int = 1
     host_index: int = 0
     num_hosts: int = 1
+    portable: bool = False
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -188,7 +223,7 @@ class Namespace(msgspec.Struct, frozen=True):
             {
                 "identity": self.identity,
                 "layout": self.layout.layout_id().hex(),
-                "shard": msgspec.to_builtins(self.shard),
+                "shard": _plain_shard(self.shard),
             }
         )
         return hashlib.sha256(b"tierkv-namespace:" + body).digest()[:16]
@@ -196,7 +231,7 @@ class Namespace(msgspec.Struct, frozen=True):
     def to_json(self) -> bytes:
         """Return the description that is stored beside the namespace's payloads."""
         about = msgspec.to_builtins(self)
-        return canonical_json(about | {"layout": _without_defaults(about["layout"])})
+        return canonical_json(about | {"layout": _without_defaults(about["layout"]), "shard": _plain_shard(self.shard)})
 
     @classmethod
     def from_json(cls, data: bytes) -> Namespace:
@@ -206,6 +241,12 @@ class Namespace(msgspec.Struct, frozen=True):
             msgspec.ValidationError: it does not describe one.
         """
         return msgspec.json.decode(data, type=cls)
+
+
+def _plain_shard(shard: Shard) -> dict[str, Any]:
+    """Return a shard's plain values, without what most shards are not and what was stored before has not."""
+    plain: dict[str, Any] = msgspec.to_builtins(shard)
+    return plain if shard.portable else {name: value for name, value in plain.items() if name != "portable"}
 
 
 #: Fields that came with models of several KV cache groups; what was stored before has none of them.
@@ -230,7 +271,9 @@ def _in_words(groups: Sequence[LayerGroup]) -> list[str]:
         kind = (g.kind, g.window, g.num_kv_heads, g.head_size)
         counts[kind] = counts.get(kind, 0) + len(g.layers)
     return [
-        f"{count} layers of {kind}{f' ({window} tokens)' if window else ''}, {num_kv_heads} KV heads of {head_size}"
+        f"{count} layers of {kind}, one state"
+        if kind == RECURRENT
+        else f"{count} layers of {kind}{f' ({window} tokens)' * bool(window)}, {num_kv_heads} KV heads of {head_size}"
         for (kind, window, num_kv_heads, head_size), count in counts.items()
     ]
 
@@ -283,13 +326,15 @@ def chunk_tokens_for(tables: Sequence[BlockTable], block_nbytes: Sequence[int], 
         ConfigError: ``wanted`` cannot be had.
     """
     unit = math.lcm(*(t.block_tokens for t in tables))
-    unit_nbytes = sum(n * (unit // t.block_tokens) for t, n in zip(tables, block_nbytes, strict=True))
-    tokens = default_chunk_tokens(unit, unit_nbytes) if wanted is None else check_chunk_tokens(wanted, unit)
+    unit_nbytes = sum(n * t.per_chunk(unit) for t, n in zip(tables, block_nbytes, strict=True))
+    # States are there where steps end, which is at multiples of the block size: in longer chunks few would be.
+    default = unit if any(t.recurrent for t in tables) else default_chunk_tokens(unit, unit_nbytes)
+    tokens = default if wanted is None else check_chunk_tokens(wanted, unit)
     longest = tokens
     while longest > unit and not all(_lives(longest, table) for table in tables):
         longest -= unit
     if wanted is not None and longest < wanted:
-        windows = ", ".join(str(w) for w in sorted({t.window for t in tables} - {0}))
+        windows = ", ".join(str(w) for w in sorted({t.window for t in tables if not t.recurrent} - {0}))
         raise ConfigError(
             f"chunk_tokens={wanted} is too long for this model, whose layers look at windows of {windows} tokens: its "
             f"first blocks may be gone when its last token is computed; set chunk_tokens={longest}, or leave it out"
@@ -298,6 +343,8 @@ def chunk_tokens_for(tables: Sequence[BlockTable], block_nbytes: Sequence[int], 
 
 
 def _lives(chunk_tokens: int, table: BlockTable) -> bool:
+    if table.recurrent:  # the one state that is wanted is the last
+        return True
     if table.kind == CHUNKED_LOCAL:
         return not table.window % chunk_tokens  # at a boundary everything before it goes
     return not table.window or chunk_tokens < table.window + table.block_tokens

@@ -15,8 +15,9 @@ from tierkv.selection import Select as Select
 FROM_DISK, FROM_SHARED, MISSING, BAD = b"d", b"s", b"-", b"!"
 #: Reply letters of STORE, one an item.
 STORED, EXISTS, STALE, DROPPED, FAILED, DECLINED = b"o", b"x", b"g", b"b", b"e", b"n"
-#: Why a chunk is offered to be stored: it was computed, used again, or is about to leave the host pool.
-COMPUTED, USED, EVICTED = 0, 1, 2
+#: Why a chunk is offered to be stored: it was computed, used again, is about to leave the host pool, or another engine
+#: waits for it (which puts it into every tier but those that store nothing, and waits for room in their queues).
+COMPUTED, USED, EVICTED, HANDOFF = 0, 1, 2, 3
 #: Reply letters of USE, one a key: noted; a tier would store it now, send it.
 NOTED, WANTED = b".", b"w"
 #: Kinds of "filter" pushes: a whole filter, more keys, none any more (ask).
@@ -56,7 +57,8 @@ class Hello(msgspec.Struct, frozen=True, omit_defaults=True):
 class Welcome(msgspec.Struct, frozen=True):
     """The server's answer. ``session`` names the engine on its other connections; ``boot`` tells a restart.
 
-    ``spill`` says for each tier that is there when chunks go to it (:class:`tierkv.config.Spill`).
+    ``spill`` says for each tier that is there when chunks go to it (:class:`tierkv.config.Spill`), ``policy`` what the
+    disk keeps (:mod:`tierkv.policy`).
     """
 
     version: str
@@ -68,6 +70,25 @@ class Welcome(msgspec.Struct, frozen=True):
     disk_bytes: int
     shared: str
     spill: dict[str, str] = {}
+    policy: str = ""
+
+
+class RequestNote(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine tells once of each request that asks for chunks. New fields go to the end, with defaults.
+
+    Attributes:
+        tenant: 16-byte digest.
+        chain: the keys of the request's chunks, 32 bytes each, from the first on, wherever they are.
+        session: digest of the session that its hints named; empty for none.
+        retain_s, release, priority: as hinted (:class:`tierkv.policy.Hint`).
+    """
+
+    tenant: bytes
+    chain: bytes
+    session: bytes = b""
+    retain_s: float | None = None
+    release: bool = False
+    priority: int = 0
 
 
 class StoreItem(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +101,7 @@ class StoreItem(msgspec.Struct, frozen=True, array_like=True):
         tenant: 16-byte tenant digest.
         slot, generation: where its payload is; the copy counts only if the generation has not moved.
         tokens: the chunk's token ids, packed, where the user stores them; else empty.
-        reason: why it is offered: ``COMPUTED``, ``USED`` or ``EVICTED``.
+        reason: why it is offered: ``COMPUTED``, ``USED``, ``EVICTED`` or ``HANDOFF``.
     """
 
     key: bytes
@@ -120,6 +141,7 @@ class HostStat(msgspec.Struct, frozen=True):
     budget: int
     num_evicted: int
     counters: dict[str, int]
+    policy: str = ""
 
 
 class AskedReport(msgspec.Struct, frozen=True, array_like=True):

@@ -27,11 +27,24 @@ _TIMEOUT_S = 60.0
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What the workers know of the pool: its shape, what its payloads mean, and how they are cut over ranks."""
+    """What the workers know of the pool.
+
+    Attributes:
+        shape: its shape.
+        layout: what its payloads mean.
+        shard: how they are cut over ranks.
+        portable: a payload does not say how it was cut: engines of other shapes share it.
+    """
 
     shape: PoolShape
     layout: Layout
     shard: Shard = Shard()
+    portable: bool = False
+
+    @property
+    def namespace_shard(self) -> Shard:
+        """The shard by which payloads are found."""
+        return Shard(portable=True) if self.portable else self.shard
 
 
 class _Message(msgspec.Struct, frozen=True):

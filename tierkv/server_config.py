@@ -39,6 +39,7 @@ from tierkv.config import (
     parse_seconds,
     socket_path,
 )
+from tierkv.policy import DEFAULT_POLICY, POLICIES
 from tierkv.sizes import MAX_DURATION_S, MAX_SIZE, format_duration, format_size
 from tierkv.tiers.base import Limits
 from tierkv.urls import redact_url
@@ -159,6 +160,9 @@ class DiskConfig(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         DEFAULT_SYNC_S
     )
     spill: Annotated[Spill, About(Kind.WORD, "when a chunk goes here", reload=True, words=_SPILL)] = Spill.THROUGH
+    policy: Annotated[
+        str, About(Kind.WORD, "what is worth a write once it is full, and what goes for it", words=tuple(POLICIES))
+    ] = DEFAULT_POLICY
     ttl_s: _Ttl = None
     idle_s: _Idle = None
 
@@ -403,12 +407,13 @@ class ServerConfig(Part, frozen=True, kw_only=True, forbid_unknown_fields=True):
         socket: Path | None = None,
         linger_s: float | None = None,
         spill: Mapping[str, Spill] | None = None,
+        policy: str = DEFAULT_POLICY,
     ) -> ServerConfig:
         """Return the configuration of the server that an engine launches, or a test: the rest is defaults."""
         spill = spill or {}
         return cls(
             listen=ListenConfig(socket=socket or socket_path(disk_dir)),
-            disk=DiskConfig(dir=disk_dir, bytes=disk_bytes, spill=spill.get("disk", Spill.THROUGH)),
+            disk=DiskConfig(dir=disk_dir, bytes=disk_bytes, spill=spill.get("disk", Spill.THROUGH), policy=policy),
             shared=SharedConfig(url=shared_url, spill=spill.get("shared", Spill.SECOND_USE)) if shared_url else None,
             linger_s=linger_s,
         )

@@ -226,6 +226,16 @@ class SessionBook:
             lost += self._hold(known, now + min(retain_s, self.limits.retain_s), whole)
         return known, lost
 
+    def affords(self, session: bytes, tenant: bytes, nbytes: int) -> bool:
+        """Return whether a session could hold ``nbytes`` instead of what it holds, with no other hold ending for it."""
+        known = self._sessions.get(session)
+        own = known.held_nbytes if known is not None and known.tenant == tenant else 0
+        of_tenant = self._tenants[tenant].nbytes if tenant in self._tenants else 0
+        return (
+            of_tenant - own + nbytes <= self.limits.tenant_nbytes
+            and self.held_nbytes - own + nbytes <= self.limits.nbytes
+        )
+
     def release(self, session: bytes) -> Session | None:
         """Forget a session that is over, and return it as it was; None if it is not known."""
         known = self._sessions.get(session)

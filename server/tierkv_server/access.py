@@ -79,6 +79,7 @@ _ENGINE = (
     b"TKV.FETCH",
     b"TKV.STORE",
     b"TKV.USE",
+    b"TKV.NOTE",
     b"TKV.TURN",
     b"TKV.ASKED",
     b"TKV.DRAIN",

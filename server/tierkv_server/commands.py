@@ -20,7 +20,18 @@ from tierkv.errors import BusyError, DamagedError, NotFoundError, RefusedError, 
 from tierkv.health import Repeated
 from tierkv.keys import KEY_NBYTES
 from tierkv.layout import Namespace
-from tierkv.messages import FAREWELL, AskedReport, Hello, HostStat, Select, StoreItem, Welcome
+from tierkv.messages import (
+    FAREWELL,
+    HANDOFF,
+    USED,
+    AskedReport,
+    Hello,
+    HostStat,
+    RequestNote,
+    Select,
+    StoreItem,
+    Welcome,
+)
 from tierkv.pool import HostPool
 from tierkv.resp import Error, Simple, Value
 from tierkv.server_config import ServerConfig
@@ -104,6 +115,7 @@ class Commands:
             b"TKV.FETCH": self._fetch,
             b"TKV.STORE": self._store,
             b"TKV.USE": self._use,
+            b"TKV.NOTE": self._note,
             b"TKV.TURN": self._turn,
             b"TKV.ASKED": self._asked,
             b"TKV.DRAIN": self._drain,
@@ -264,6 +276,7 @@ class Commands:
                 disk_bytes=self._config.disk_bytes,
                 shared=redact_url(self._config.shared_url),
                 spill={tier: policy.value for tier, policy in self._service.moves.spill.policies.items()},
+                policy=self._service.disk.stat().policy,
             )
         )
 
@@ -332,8 +345,21 @@ class Commands:
         return self._service.store(session, items)
 
     def _use(self, connection: Connection, args: Sequence[bytes]) -> bytes:
-        start, anchor, packed = args
-        return self._service.use(connection.need_session(), make_refs(_keys(packed), int(start), anchor))
+        start, anchor, packed = args[:3]
+        reason = int(args[3]) if len(args) > 3 else USED
+        if reason not in (USED, HANDOFF):
+            raise ValueError(f"a use is told for reason {USED} or {HANDOFF}; {reason} came")
+        return self._service.use(connection.need_session(), make_refs(_keys(packed), int(start), anchor), reason)
+
+    def _note(self, connection: Connection, args: Sequence[bytes]) -> Value:
+        session = connection.need_session()
+        note = msgspec.msgpack.decode(args[0], type=RequestNote)
+        if len(note.session) not in (0, SESSION_NBYTES) or len(note.tenant) != 16:
+            raise ValueError(f"a session's digest has {SESSION_NBYTES} bytes, or none, and a tenant's 16")
+        if note.retain_s is not None and not 0 <= note.retain_s <= MAX_DURATION_S:
+            raise ValueError(f"a session is held from 0 to {MAX_DURATION_S:.0f} seconds")
+        self._service.note(session, note, _keys(note.chain))
+        return Simple("OK")
 
     def _turn(self, connection: Connection, args: Sequence[bytes]) -> Value:
         namespace = connection.need_session().hello.namespace

@@ -417,6 +417,8 @@ def _host_row(engines: Sequence[HostStat]) -> dict[str, Any]:
         "num_stored": total("spilled"),
         "num_evicted": sum(e.num_evicted for e in engines),
         "num_dropped": total("not_spilled") + total("not_sent"),
+        "num_declined": total("not_admitted"),
+        "policy": ", ".join(sorted({e.policy for e in engines if e.policy})),
         "num_bad": 0,
         "num_errors": total("load_failures"),
         "queued_nbytes": 0,

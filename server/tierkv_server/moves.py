@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from tierkv.config import COMMAND_NBYTES, STORE_NBYTES, Spill
 from tierkv.errors import UnavailableError
-from tierkv.messages import DROPPED, STALE
+from tierkv.messages import DROPPED, HANDOFF, STALE
 from tierkv.payload import HEADER_NBYTES, Header, record_nbytes
 from tierkv.pool import HostPool
-from tierkv.tiers.base import Record, Ref, Status, Tier
+from tierkv.tiers.base import Offer, Record, Ref, Status, Tier
 from tierkv_server.guard import Evictions
 from tierkv_server.session import Session
 from tierkv_server.spill import Seen, SpillPolicy
@@ -80,13 +80,19 @@ class Moves:
 
         nbytes = record_nbytes(session.hello.namespace.payload_nbytes)
         staged = stage() if session.hello.inline else None  # whose slot is used again with the next command
-        self.disk_writer.put(Job(session.ns_id, ref, nbytes, since, staged, stage))
+        self.disk_writer.put(Job(session.ns_id, ref, nbytes, since, staged, stage, Offer.REQUEST))
         if staged:
             staged.buffer.release()
 
-    def spill_up(self, ns_id: bytes, ref: Ref, since: int, num_uses: int, reason: int | None = None) -> None:
-        """Queue a chunk that the disk has for the shared tier, if its time has come and it is not there already."""
-        if self.shared_writer is None or (ns_id, ref.key) in self.seen:
+    def spill_up(
+        self, ns_id: bytes, ref: Ref, since: int, num_uses: int, reason: int | None = None, until: float = 0.0
+    ) -> None:
+        """Queue a chunk that the disk has for the shared tier, if its time has come and it is not there already.
+
+        Args:
+            until: of ``HANDOFF``: monotonic time up to which it waits for room.
+        """
+        if self.shared_writer is None or ((ns_id, ref.key) in self.seen and reason != HANDOFF):
             return
         if reason is None:
             wanted = self.spill.from_above("shared", num_uses)
@@ -97,7 +103,7 @@ class Moves:
             return
         nbytes = namespace.payload_nbytes
         stage = functools.partial(self.copy_from_disk, ns_id, ref, nbytes)
-        self.shared_writer.put(Job(ns_id, ref, record_nbytes(nbytes), since, stage=stage))
+        self.shared_writer.put(Job(ns_id, ref, record_nbytes(nbytes), since, stage=stage), until)
 
     def copy_from_disk(self, ns_id: bytes, ref: Ref, payload_nbytes: int) -> Staged | None:
         """Read a record of the disk into staging memory, verified; None where it is not to be had."""

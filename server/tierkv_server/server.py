@@ -84,6 +84,7 @@ class Server:
                 sync_interval_s=config.disk.sync_s,
                 on_evict=lambda record: self.service.disk_evicts(record),  # made below
                 wants_evicted=lambda ns_id, key: self.service.wants_evicted(ns_id, key),
+                policy=config.disk.policy,
             )
             undo.callback(disk.close)
             shared = SharedTier(config.shared, config.shared_limits()) if config.shared else None

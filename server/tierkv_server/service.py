@@ -19,7 +19,9 @@ from tierkv.config import Spill
 from tierkv.errors import UnavailableError
 from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
-from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, HostEntry, HostStat, StoreItem
+from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, USED, HostEntry, HostStat, RequestNote, StoreItem
+from tierkv.payload import record_nbytes
+from tierkv.policy import Hint
 from tierkv.tiers.base import Record, Ref, Tier
 from tierkv_server.events import FETCHED, KEPT, Events
 from tierkv_server.fetch import Fetcher
@@ -164,9 +166,19 @@ class Service:
         seconds = time.perf_counter() - started
         self.events.note(kind, session.ns_id, last, chunks, engine=session.hello.engine_id, seconds=seconds)
 
-    def use(self, session: Session, refs: Sequence[Ref]) -> bytes:
+    def note(self, session: Session, note: RequestNote, keys: Sequence[bytes]) -> None:
+        """Tell the disk's policy of a request, once; its session's time as far as its tenant may hold so much."""
+        retain_s, hint = note.retain_s, None
+        if note.session and retain_s is not None and self.session_table is not None:
+            nbytes = len(keys) * record_nbytes(session.hello.namespace.payload_nbytes)
+            retain_s = retain_s if self.session_table.affords(note.session, note.tenant, nbytes) else None
+        if note.session or note.priority:
+            hint = Hint(note.session.hex(), retain_s, note.release, note.priority)
+        self.disk.note(session.ns_id, note.tenant, keys, hint)
+
+    def use(self, session: Session, refs: Sequence[Ref], reason: int = USED) -> bytes:
         """See :meth:`tierkv_server.store.Storer.use`."""
-        return self.storer.use(session, refs)
+        return self.storer.use(session, refs, reason)
 
     def _stored(self, tier: str, ns_id: bytes, keys: Sequence[bytes]) -> None:
         if self.filters:

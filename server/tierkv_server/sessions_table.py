@@ -18,6 +18,7 @@ from tierkv.health import Repeated
 from tierkv.keys import KEY_NBYTES
 from tierkv.layout import Namespace
 from tierkv.payload import record_nbytes
+from tierkv.policy import prefetch_order
 from tierkv.server_config import ServerConfig
 from tierkv.sessions import Session, SessionBook, SessionLimits, SessionSelect, SessionTurn
 from tierkv.tiers.base import Pin, Ref
@@ -113,6 +114,12 @@ class SessionTable:
                 self._look_at(turn.session)
             self._changed.notify_all()
 
+    def affords(self, session: bytes, tenant: bytes, nbytes: int) -> bool:
+        """Return whether a session may hold so much, beside what its tenant and all others hold now."""
+        with self._changed:
+            self._expire()
+            return self._book.affords(session, tenant, nbytes)
+
     def stored(self, ns_id: bytes, keys: Sequence[bytes]) -> None:
         """Take note of chunks that a tier has now: some may be waited for."""
         if not self._missing:
@@ -175,6 +182,7 @@ class SessionTable:
 
     def _release(self, session: bytes, ns_id: bytes, chain: bytes) -> None:
         self._book.release(session)
+        self._moves.disk.release(ns_id, session.hex())
         if chain:  # pins of an earlier server's life are not in the table
             self._pinned.setdefault(session, (ns_id, chain))
         self._look_at(session)
@@ -216,12 +224,18 @@ class SessionTable:
             try:
                 for session in holds:
                     self._pin(session)
-                for ns_id, chain in fetches:
+                for ns_id, chain in self._most_worthy_first(fetches):
                     self.num_brought += self._moves.bring_down(
                         ns_id, self._make_refs(_keys(chain), 0, b""), lambda: self._closed
                     )
             except Exception:  # nothing here may stop the thread
                 self._unforeseen.note("the sessions' thread failed in an unforeseen way", exc_info=True)
+
+    def _most_worthy_first(self, fetches: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Return what is to be brought near, what the disk's policy expects most of first: queues may fill."""
+        by_end = {(ns_id, chain[-KEY_NBYTES:]): (ns_id, chain) for ns_id, chain in fetches}
+        order = prefetch_order([[end] for end in by_end], lambda _: False, lambda end: self._moves.disk.worth(*end))
+        return [by_end[end] for end in order]
 
     def _pin(self, session_id: bytes) -> None:
         """Make the pins of a session what its last turn asked for, on the disk as far as that has it.

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from tierkv.config import Spill
-from tierkv.messages import COMPUTED, EVICTED, USED
+from tierkv.messages import COMPUTED, EVICTED, HANDOFF, USED
 
 #: Keys whose uses are remembered: at 4 MiB a chunk half a terabyte of payloads, at 200 bytes a key 26 MB.
 MAX_REMEMBERED = 131_072
@@ -86,10 +86,12 @@ class SpillPolicy:
         """Return whether ``tier`` stores a chunk that is offered.
 
         Args:
-            reason: why it is offered (:data:`COMPUTED`, :data:`USED`, :data:`EVICTED`).
+            reason: why it is offered (:data:`COMPUTED`, :data:`USED`, :data:`EVICTED`, :data:`HANDOFF`).
             num_uses: how often it was computed or used, this time included.
         """
         policy = self.policies.get(tier, Spill.NEVER)
+        if reason == HANDOFF:
+            return policy is not Spill.NEVER
         if policy is Spill.THROUGH:
             return True
         if policy is Spill.SECOND_USE:

@@ -13,6 +13,7 @@ from tierkv.messages import (
     EVICTED,
     EXISTS,
     FAILED,
+    HANDOFF,
     NOTED,
     STORED,
     USED,
@@ -21,15 +22,21 @@ from tierkv.messages import (
 )
 from tierkv.payload import Header, checksum
 from tierkv.pool import HostPool
-from tierkv.tiers.base import Record, Ref, Status
+from tierkv.tiers.base import Offer, Record, Ref, Status
 from tierkv_server.moves import Moves
 from tierkv_server.session import Session
 from tierkv_server.writer import Job, Staged
+
+#: Chunks that another engine waits for wait themselves for room so long, a command; its answer may take longer.
+HANDOFF_WAIT_S = 10.0
+#: How often they look for staging memory.
+_STAGING_PAUSE_S = 0.01
 
 _STORE_LETTER = {
     Status.OK: STORED,
     Status.EXISTS: EXISTS,
     Status.DROPPED: DROPPED,
+    Status.DECLINED: DECLINED,
 }
 
 
@@ -54,22 +61,26 @@ class Storer:
             self.moves.disk_writer.num_dropped += len(items)
             return DROPPED * len(items)
         since = self.moves.evictions.number if session.since is None else session.since
+        until = time.monotonic() + HANDOFF_WAIT_S
         letters: list[bytes] = [FAILED] * len(items)
         to_disk: list[tuple[int, Job]] = []
         with session.using() as pool:
             for item in items:
                 if not 0 <= item.slot < pool.shape.num_slots:
                     raise ValueError(f"slot {item.slot} is outside of the engine's pool of {pool.shape.num_slots}")
-            for i, (item, letter, tiers) in enumerate(self._sort_out(session.ns_id, items)):
+            for i, (item, letter, tiers) in enumerate(self._sort_out(session.ns_id, items, until)):
                 letters[i] = letter
                 if not tiers:
                     continue
-                job = self._stage(session, pool, item, since)
+                patience = until if item.reason == HANDOFF else 0.0
+                job = self._stage_in_time(session, pool, item, since, patience)
                 if isinstance(job, bytes):
                     letters[i] = job
                     continue
                 if "shared" in tiers and self.moves.shared_writer:
-                    self.moves.shared_writer.put(job)
+                    taken = self.moves.shared_writer.put(job, patience)
+                    if item.reason == HANDOFF and not taken:
+                        letters[i] = DROPPED
                 if "disk" in tiers:
                     to_disk.append((i, job))
                 elif job.staged:
@@ -78,7 +89,9 @@ class Storer:
             letters[i] = _STORE_LETTER.get(status, FAILED)
         return b"".join(letters)
 
-    def _sort_out(self, ns_id: bytes, items: Sequence[StoreItem]) -> Iterator[tuple[StoreItem, bytes, list[str]]]:
+    def _sort_out(
+        self, ns_id: bytes, items: Sequence[StoreItem], until: float
+    ) -> Iterator[tuple[StoreItem, bytes, list[str]]]:
         """Yield for each item what to answer if nothing goes wrong, and the tiers that are to store it."""
         refs = [Ref(item.key, item.anchor) for item in items]
         for item, ref, on_disk in zip(items, refs, self.moves.disk.match(ns_id, refs), strict=True):
@@ -90,18 +103,20 @@ class Storer:
                 yield item, DECLINED, []
                 continue
             if on_disk and "shared" in takes:
-                self.moves.spill_up(ns_id, ref, self.moves.evictions.number, num_uses, item.reason)
+                self.moves.spill_up(ns_id, ref, self.moves.evictions.number, num_uses, item.reason, until)
             known = {"disk"} if on_disk else set()
-            if on_disk or (ns_id, item.key) in self.moves.seen:
+            if on_disk or (item.reason != HANDOFF and (ns_id, item.key) in self.moves.seen):
                 known.add("shared")
             tiers = [name for name in takes if name not in known]
             yield item, EXISTS if on_disk or not tiers else STORED, tiers
 
-    def use(self, session: Session, refs: Sequence[Ref]) -> bytes:
+    def use(self, session: Session, refs: Sequence[Ref], reason: int = USED) -> bytes:
         """Note that an engine used chunks of its host pool, or of its GPU; returns a letter each.
 
-        ``WANTED``: a tier would store it now, send it.
+        ``WANTED``: a tier would store it now, send it. With ``HANDOFF`` another engine waits for them.
         """
+        if reason == HANDOFF:
+            return self._hand_off(session.ns_id, refs)
         ns_id, since, letters = session.ns_id, self.moves.evictions.number, []
         for ref, on_disk in zip(refs, self.moves.disk.match(ns_id, refs), strict=True):
             num_uses = self.moves.spill.uses.note((ns_id, ref.key))
@@ -114,6 +129,19 @@ class Storer:
                     letter = WANTED
             letters.append(letter)
         return b"".join(letters)
+
+    def _hand_off(self, ns_id: bytes, refs: Sequence[Ref]) -> bytes:
+        """Bring what the disk has to the shared tier, and return what is to be sent: what lacks in either."""
+        moves, since, until = self.moves, self.moves.evictions.number, time.monotonic() + HANDOFF_WAIT_S
+        on_disk = list(moves.disk.match(ns_id, refs))
+        for ref, there in zip(refs, on_disk, strict=True):
+            if there:
+                moves.spill_up(ns_id, ref, since, 0, HANDOFF, until)
+        takes = moves.takers(HANDOFF, 0)
+        holes = [ref for ref, there in zip(refs, on_disk, strict=True) if not there]
+        above = list(moves.shared.match(ns_id, holes)) if moves.shared and holes and "disk" not in takes else []
+        lacking = iter([not there for there in above] if above else [bool(takes)] * len(holes))
+        return b"".join(NOTED if there or not next(lacking) else WANTED for there in on_disk)
 
     def wants_evicted(self, ns_id: bytes, key: bytes) -> bool:
         """Return whether a record that the disk evicts for room goes on to the shared tier."""
@@ -136,6 +164,16 @@ class Storer:
         self.moves.shared_writer.put(Job(header.ns_id, ref, nbytes, self.moves.evictions.number, staged))
         buffer.release()
 
+    def _stage_in_time(
+        self, session: Session, pool: HostPool, item: StoreItem, since: int, until: float
+    ) -> Job | bytes:
+        """Copy one payload to staging memory, waiting for room up to a monotonic time."""
+        job = self._stage(session, pool, item, since)
+        while job == DROPPED and time.monotonic() < until:
+            time.sleep(_STAGING_PAUSE_S)
+            job = self._stage(session, pool, item, since)
+        return job
+
     def _stage(self, session: Session, pool: HostPool, item: StoreItem, since: int) -> Job | bytes:
         """Copy one payload to staging memory; a letter where that was not to be."""
 
@@ -157,7 +195,8 @@ class Storer:
         staged = self.moves.copy(pool, item.slot, item.generation, describe, item.tokens)
         if isinstance(staged, bytes):
             return staged
-        return Job(session.ns_id, Ref(item.key, item.anchor), len(staged.record.data), since, staged)
+        offer = Offer.ORDER if item.reason == HANDOFF else Offer.REQUEST  # somebody waits for it
+        return Job(session.ns_id, Ref(item.key, item.anchor), len(staged.record.data), since, staged, offer=offer)
 
     def _store_on_disk(self, jobs: Sequence[Job]) -> list[Status]:
         try:

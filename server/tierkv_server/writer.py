@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tierkv.errors import UnavailableError
 from tierkv.health import Repeated
-from tierkv.tiers.base import Record, Ref, Status, Tier
+from tierkv.tiers.base import Offer, Record, Ref, Status, Tier
 from tierkv_server.staging import Buffer
 
 #: How long a batch of stores makes way for loads at most: a busy node stores too.
@@ -65,6 +65,7 @@ class Job(NamedTuple):
         since: number of evictions when its bytes were read: if its key was evicted later, it is not to be written.
         staged: the record, where it is in staging memory already.
         stage: brings it there when it is to be written; returns None where that is not to be had any more.
+        offer: whether the tier's policy may decline it.
     """
 
     ns_id: bytes
@@ -73,6 +74,7 @@ class Job(NamedTuple):
     since: int
     staged: Staged | None = None
     stage: Callable[[], Staged | None] | None = None
+    offer: Offer = Offer.ORDER
 
 
 class TierWriter:
@@ -117,11 +119,19 @@ class TierWriter:
         self._thread = threading.Thread(target=self._run, name=f"tierkv-{tier.name}-writer", daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> bool:
-        """Queue a record and return whether it was taken. Its buffer, if it has one, is held until it is written."""
+    def put(self, job: Job, until: float = 0.0) -> bool:
+        """Queue a record and return whether it was taken. Its buffer, if it has one, is held until it is written.
+
+        Args:
+            until: monotonic time up to which it waits for room.
+        """
         nbytes = job.nbytes
         name = (job.ns_id, job.ref.key)
         with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or name in self._queued or self.queued_nbytes + nbytes <= self._budget,
+                max(0.0, until - time.monotonic()),
+            )
             if name in self._queued:
                 return True
             if self._closed or self.refusing or self.queued_nbytes + nbytes > self._budget:
@@ -240,9 +250,11 @@ class TierWriter:
                 with self._may_write(ns_id, [jobs[i].ref for i, _ in staged]) as may_write:
                     if not may_write:
                         raise UnavailableError(f"nothing may be written to the {self.tier.name} tier now")
-                    done = self.tier.store(ns_id, [ready.record for _, ready in staged])
-                for (i, _), status in zip(staged, done, strict=True):
-                    results[i] = status
+                    for offer in dict.fromkeys(jobs[i].offer for i, _ in staged):
+                        part = [(i, ready.record) for i, ready in staged if jobs[i].offer is offer]
+                        done = self.tier.store(ns_id, [record for _, record in part], offer=offer)
+                        for (i, _), status in zip(part, done, strict=True):
+                            results[i] = status
         finally:
             for i, ready in staged:
                 if jobs[i].staged is None:

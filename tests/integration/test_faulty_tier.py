@@ -16,7 +16,7 @@ from tierkv.tiers.base import Fetched, Pin, Status
 
 NAMESPACE = make_namespace(payload_nbytes=8192, num_parts=2)
 NS_ID = NAMESPACE.ns_id()
-OK, MISS, EXISTS, BAD, DROPPED, ERROR = Status
+OK, MISS, EXISTS, BAD, DROPPED, ERROR, _ = Status
 
 
 @pytest.fixture

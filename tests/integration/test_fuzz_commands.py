@@ -25,7 +25,7 @@ from servers import free_port
 from tierkv import __version__
 from tierkv.config import PROTOCOL_VERSION
 from tierkv.errors import ProtocolError
-from tierkv.messages import Hello, StoreItem
+from tierkv.messages import Hello, RequestNote, StoreItem
 from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.resp import Error, Parser, Value, encode, encode_command
 from tierkv.sessions import SessionTurn
@@ -271,6 +271,18 @@ turn_st = mutated(
     ).map(msgspec.msgpack.encode),
     most=2,
 )
+note_st = mutated(
+    st.builds(
+        RequestNote,
+        st.sampled_from([bytes(16), b"u" * 16, b""]),
+        keys_st,
+        st.sampled_from([b"", b"s" * 16, b"t" * 16, b"short"]),
+        st.sampled_from([None, 0.0, 1.0, -1.0, 1e300, float("nan"), float("inf")]),
+        st.booleans(),
+        st.sampled_from([0, 2, -2, 9, -(1 << 40)]),
+    ).map(msgspec.msgpack.encode),
+    most=2,
+)
 asked_st = mutated(
     st.tuples(
         st.binary(min_size=8, max_size=8),
@@ -331,6 +343,7 @@ _SHAPES: dict[bytes, list[st.SearchStrategy[bytes]]] = {
     b"TKV.UNPIN": [select_st],
     b"TKV.TTL": [select_st],
     b"TKV.USAGE": [select_st],
+    b"TKV.NOTE": [note_st],
     b"TKV.TURN": [turn_st],
     b"TKV.ASKED": [asked_st],
     b"TKV.REUSE": [],

@@ -17,7 +17,8 @@ from tierkv.client import AdminClient
 from tierkv.config import Spill
 from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
-from tierkv.messages import COMPUTED, EVICTED, NOTED, USED, WANTED
+from tierkv.messages import COMPUTED, EVICTED, HANDOFF, NOTED, STORED, USED, WANTED
+from tierkv.payload import record_nbytes
 from tierkv.server_config import ServerConfig
 from tierkv_server.server import Server
 
@@ -54,11 +55,11 @@ def serving(directory: Path, redis: RedisServer | None, disk_bytes: int = 64 << 
         thread.join()
 
 
-def use(engine: FakeEngine, tokens: list[int]) -> bytes:
+def use(engine: FakeEngine, tokens: list[int], reason: int = USED) -> bytes:
     """Tell the server that a prompt's chunks were used in the host pool, and return its letters."""
     keys = engine.keys(tokens)
     replies: list[bytes | None] = []
-    engine.client.use(0, keys[anchor_index(0)], keys, replies.append)
+    engine.client.use(0, keys[anchor_index(0)], keys, replies.append, reason)
     wait_until(lambda: replies, what="no reply to USE")
     return replies[0] or b""
 
@@ -295,6 +296,72 @@ def test_a_flight_that_fails_leaves_its_waiters_to_themselves(namespace_pair: tu
 @pytest.fixture
 def namespace_pair() -> tuple[Namespace, Namespace]:
     return make_namespace("one"), make_namespace("two")
+
+
+# -- what another engine waits for
+
+
+def test_what_is_handed_off_goes_to_every_tier_that_stores(short_dir: Path, redis_server: RedisServer) -> None:
+    for disk, shared, there in (
+        ("second_use", "on_evict", (4, 4)),
+        ("never", "second_use", (0, 4)),
+        ("on_evict", "never", (4, 0)),
+    ):
+        redis_server.client().flushall()
+        directory = short_dir / disk
+        directory.mkdir()
+        with (
+            serving(directory, redis_server, disk=disk, shared=shared) as server,
+            FakeEngine(server.config.socket) as engine,
+        ):
+            engine.put(PROMPT, wait=False)
+            assert offer(engine, PROMPT, HANDOFF) == STORED * 4
+            drain(server)
+            assert (tier(server, "disk")["num_entries"], in_redis(redis_server, engine, PROMPT)) == there
+            assert use(engine, PROMPT, HANDOFF) == NOTED * 4, "nothing of it lacks"
+
+
+def test_what_was_stored_before_is_brought_to_the_shared_tier(short_dir: Path, redis_server: RedisServer) -> None:
+    """Also where this server believes that Redis has it, and Redis has lost it."""
+    with serving(short_dir, redis_server, shared="second_use") as server, FakeEngine(server.config.socket) as engine:
+        engine.put(PROMPT)
+        for _ in range(2):
+            assert in_redis(redis_server, engine, PROMPT) == 0
+            assert use(engine, PROMPT, HANDOFF) == NOTED * 4
+            drain(server)
+            assert in_redis(redis_server, engine, PROMPT) == 4
+            redis_server.client().flushall()
+        other = list(range(80_000, 80_000 + 4 * CHUNK))
+        assert use(engine, other, HANDOFF) == WANTED * 4
+
+
+@pytest.mark.parametrize("reason", [COMPUTED, HANDOFF])
+def test_what_is_handed_off_waits_for_room_in_a_full_queue(
+    short_dir: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    """The queue has room for two records, and is held up while eight come."""
+    prompt = list(range(50_000, 50_000 + 8 * CHUNK))
+    with (
+        serving(short_dir, redis_server, disk="never", shared="through") as server,
+        FakeEngine(server.config.socket) as engine,
+    ):
+        writer = server.service.moves.shared_writer
+        assert writer is not None
+        monkeypatch.setattr(writer, "_budget", 2 * record_nbytes(engine.shape.payload_nbytes))
+        keys = engine.keys(prompt)
+        entries = [engine._fill(keys, i, "", 0) for i in range(8)]
+        items = [msgspec.structs.replace(engine._item(entry, keys, ""), reason=reason) for entry in entries]
+        with writer.evict(bytes(16), set()):  # it writes nothing meanwhile
+            replies = engine.store(items)
+            if reason == COMPUTED:
+                engine.result(replies)
+            else:
+                wait_until(lambda: writer.queued_nbytes == writer._budget)
+                assert not replies[0], "a command is answered when there was room for all of it"
+        engine.result(replies)
+        drain(server)
+        assert in_redis(redis_server, engine, prompt) == (8 if reason == HANDOFF else 2)
+        assert writer.num_dropped == (0 if reason == HANDOFF else 6)
 
 
 # -- the filter

@@ -26,7 +26,7 @@ NS_ID = NAMESPACE.ns_id()
 OTHER = make_namespace("other", payload_nbytes=16 << 10)
 LARGE = make_namespace("large", payload_nbytes=1 << 20)
 FAR = 1e6  #: seconds; nothing waits so long
-OK, MISS, EXISTS, BAD, DROPPED, ERROR = Status
+OK, MISS, EXISTS, BAD, DROPPED, ERROR, _ = Status
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def command(as_json: bool, server: str | None) -> None:
     from tierkv.cli import render
 
     console = render.console()
-    for line in _about(stat["server"]):
+    for line in _about(stat["server"], stat["tiers"]):
         console.print(render.clean(line), soft_wrap=True)
     console.print()
     console.print(_tiers(stat["tiers"]))
@@ -40,7 +40,7 @@ def command(as_json: bool, server: str | None) -> None:
             console.print(rows)
 
 
-def _about(server: dict[str, Any]) -> list[str]:
+def _about(server: dict[str, Any], tiers: list[dict[str, Any]]) -> list[str]:
     from tierkv.cli import render
 
     engines = render.plural(server["num_engines"], "engine")
@@ -52,6 +52,9 @@ def _about(server: dict[str, Any]) -> list[str]:
         f"disk    {server['disk_dir']}",
         f"shared  {server['shared_url'] or 'none'}",
     ]
+    policies = [f"{tier['name']} {tier['policy']}" for tier in tiers if tier["policy"]]
+    if policies:
+        lines.append(f"policy  {', '.join(policies)}")
     if server["num_stale"] or server["num_unstaged"]:
         lines.append(
             f"stores dropped: {server['num_stale']:,} whose slot was reused first, "
@@ -92,7 +95,7 @@ def _tiers(tiers: list[dict[str, Any]]) -> Any:
 
 
 def _troubles(tiers: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each tier that is out, dropped stores, met damaged records or failed."""
+    """Return a line for each tier that is out, declined or dropped stores, met damaged records or failed."""
     from tierkv.cli import render
 
     lines = []
@@ -100,6 +103,9 @@ def _troubles(tiers: list[dict[str, Any]]) -> list[str]:
         if tier["since"]:  # out, or up with a reservation
             lasted = render.span(time.time() - tier["since"])
             lines.append(f"{tier['name']}: {tier['state']}, for {lasted}: {tier['reason']}")
+        if tier["num_declined"]:
+            chunks = render.plural(tier["num_declined"], "chunk")
+            lines.append(f"{tier['name']}: {chunks} declined, not worth their room")
         counts = [f"{render.count(tier[f'num_{name}'])} {name}" for name in ("dropped", "bad", "errors")]
         if tier["num_dropped"] or tier["num_bad"] or tier["num_errors"]:
             lines.append(f"{tier['name']}: " + ", ".join(counts))

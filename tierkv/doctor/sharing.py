@@ -29,7 +29,7 @@ _ADVICE = (
     ("layout.backend", "give both engines the same attention backend"),
     ("layout.isa", "their processors or devices pack KV differently: such engines cannot share"),
     ("layout.version", "run the same TierKV version"),
-    ("shard", "give both engines the same parallel sizes"),
+    ("shard", "give both engines the same parallel sizes, or portable_ranks=true"),
     ("layout", "the KV cache has another shape: the same model, vLLM and attention backend make it equal"),
 )
 

@@ -29,6 +29,7 @@ import xxhash
 from tierkv.health import Health
 from tierkv.layout import Namespace
 from tierkv.payload import HEADER_NBYTES, BadRecordError, Header, open_record
+from tierkv.policy import Hint
 
 
 class Ref(NamedTuple):
@@ -142,6 +143,14 @@ class Status(IntEnum):
     BAD = 3  #: the bytes there failed verification; they were deleted if ours
     DROPPED = 4  #: no room, or the tier is behind; nothing was written
     ERROR = 5  #: the tier failed or is out; nothing was written or delivered
+    DECLINED = 6  #: the tier's policy did not think it worth the room; nothing was written
+
+
+class Offer(IntEnum):
+    """Why a tier is given records, which decides whether its policy may decline them for lack of room."""
+
+    ORDER = 0  #: somebody ordered it: all are stored that fit
+    REQUEST = 1  #: a request computed or fetched it
 
 
 class Fetched(NamedTuple):
@@ -156,7 +165,8 @@ class TierStat(NamedTuple):
 
     ``state`` is ``"up"``, ``"read-only"`` while writes fail, or ``"out"`` while a fault's back-off holds; ``reason``
     says the fault in a sentence. ``num_evicted`` went to make room, ``num_expired`` when their time was over, and
-    ``num_removed`` by order.
+    ``num_removed`` by order. ``num_declined`` were offered and not worth their room to ``policy``, which is empty where
+    somebody else decides what stays.
     """
 
     name: str
@@ -176,6 +186,8 @@ class TierStat(NamedTuple):
     num_expired: int = 0
     num_removed: int = 0
     pinned_nbytes: int = 0
+    num_declined: int = 0
+    policy: str = ""
 
 
 class Counters:
@@ -188,6 +200,7 @@ class Counters:
     def __init__(self) -> None:
         self.num_hits = self.num_misses = self.num_stored = self.num_evicted = 0
         self.num_dropped = self.num_bad = self.num_errors = self.num_expired = self.num_removed = 0
+        self.num_declined = 0
         self._lock = threading.Lock()
 
     def count_fetched(self, results: Iterable[Fetched]) -> None:
@@ -204,6 +217,7 @@ class Counters:
         with self._lock:
             self.num_stored += statuses.count(Status.OK)
             self.num_dropped += statuses.count(Status.DROPPED)
+            self.num_declined += statuses.count(Status.DECLINED)
             self.num_errors += statuses.count(Status.ERROR)
 
     def count_evicted(self, num: int) -> None:
@@ -227,7 +241,15 @@ class Counters:
             self.num_bad += num
 
     def stat(
-        self, name: str, health: Health, *, num_entries: int, nbytes: int, budget: int, pinned_nbytes: int = 0
+        self,
+        name: str,
+        health: Health,
+        *,
+        num_entries: int,
+        nbytes: int,
+        budget: int,
+        pinned_nbytes: int = 0,
+        policy: str = "",
     ) -> TierStat:
         """Return the counters with the state that ``health`` is in."""
         with self._lock:
@@ -249,6 +271,8 @@ class Counters:
                 num_expired=self.num_expired,
                 num_removed=self.num_removed,
                 pinned_nbytes=pinned_nbytes,
+                num_declined=self.num_declined,
+                policy=policy,
             )
 
 
@@ -279,10 +303,30 @@ class Tier(Protocol):
         tier, verifying): it renews nothing and counts no hit or miss. ``keep``: what is damaged stays where it is.
         """
 
-    def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
+    def store(self, ns_id: bytes, records: Sequence[Record], *, offer: Offer = Offer.ORDER) -> list[Status]:
         """Store records of one namespace, write-once: a key that is there is left alone (``Status.EXISTS``).
 
-        Stored entries expire as the tier's limits say. ``Status.DROPPED`` where there is no room that may be made.
+        Stored entries expire as the tier's limits say. ``Status.DROPPED`` where there is no room that may be made;
+        ``Status.DECLINED`` where something would have to go for it that is worth more. A tier with room takes all.
+        """
+
+    def note(self, ns_id: bytes, tenant: bytes, keys: Sequence[bytes], hint: Hint | None = None) -> None:
+        """Note that a request asks for a chain, root first, stored or not: once a request, never from a match.
+
+        Renews and teaches the tier's policy; what is stored expires as before.
+
+        Args:
+            tenant: digest of the request's tenant.
+            hint: what its application says of it, within what its tenant may hold.
+        """
+
+    def release(self, ns_id: bytes, session: str) -> bool:
+        """Note that a session that was named in a hint is over; returns whether the tier's policy knew it."""
+
+    def worth(self, ns_id: bytes, key: bytes) -> float:
+        """Return the hits a second that holding a chunk is expected to bring, stored or not; 0 where nothing is known.
+
+        Orders what is to be brought here ahead of its use.
         """
 
     def evict(self, ns_id: bytes, refs: Sequence[Ref], *, force: bool = False) -> int:

@@ -47,9 +47,22 @@ from tierkv.errors import ConfigError, RefusedError
 from tierkv.health import Repeated
 from tierkv.layout import Namespace
 from tierkv.payload import BadRecordError, ForeignRecordError
-from tierkv.policy.lru import ChainLRU
+from tierkv.policy import DEFAULT_POLICY, Hint
 from tierkv.sizes import format_size
-from tierkv.tiers.base import Counters, EntryInfo, Fetched, Limits, Pin, Record, Ref, Sink, Status, TierStat, Usage
+from tierkv.tiers.base import (
+    Counters,
+    EntryInfo,
+    Fetched,
+    Limits,
+    Offer,
+    Pin,
+    Record,
+    Ref,
+    Sink,
+    Status,
+    TierStat,
+    Usage,
+)
 from tierkv.tiers.disk_catalog import Catalog
 from tierkv.tiers.disk_compact import Compaction, Slack, remove_leftovers, slack
 from tierkv.tiers.disk_health import DiskHealth
@@ -90,7 +103,8 @@ class DiskTier:
             header. It runs under the tier's write lock: it copies and queues, or does nothing, and calls no tier. What
             it raises is logged once. Not called for what goes while the tier is being opened.
         wants_evicted: asked before that with namespace and key: the record is read only where it says yes.
-        policy: makes the policy that orders evictions; called once, and for every namespace or tenant at a quota.
+        policy: the name of the policy that says what is worth a write and what goes (:mod:`tierkv.policy`), or what
+            makes one.
 
     Raises:
         ConfigError: the directory cannot be used, is on a network filesystem, or holds another version's database, or
@@ -111,7 +125,7 @@ class DiskTier:
         sync_interval_s: float = 5.0,
         on_evict: OnEvict | None = None,
         wants_evicted: WantsEvicted = lambda ns_id, key: True,
-        policy: PolicyFactory = ChainLRU,
+        policy: str | PolicyFactory = DEFAULT_POLICY,
     ) -> None:
         limits = _checked(limits)
         check_directory(path)
@@ -193,6 +207,7 @@ class DiskTier:
             nbytes=sum(env.index.live_nbytes for env in envs),
             budget=self._room.budget,
             pinned_nbytes=self._catalog.pinned_nbytes(),
+            policy=self._catalog.order.name,
         )
         return self._health.mark(stat)
 
@@ -280,13 +295,13 @@ class DiskTier:
 
     # The contract: writing
 
-    def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
+    def store(self, ns_id: bytes, records: Sequence[Record], *, offer: Offer = Offer.ORDER) -> list[Status]:
         statuses: list[Status] = []
         if self._take_write_lock():
             began = self._health.writes.now()
             try:
                 if ns_id in self._known and self._health.may_write() and not self._upkeep.stopping.is_set():
-                    self._store_all(ns_id, records, statuses)
+                    self._store_all(ns_id, records, offer, statuses)
                     if Status.OK in statuses:
                         self._health.writes.worked(began)
             except (lmdb.Error, OSError) as error:
@@ -304,7 +319,7 @@ class DiskTier:
                 return False
         return True
 
-    def _store_all(self, ns_id: bytes, records: Sequence[Record], statuses: list[Status]) -> None:
+    def _store_all(self, ns_id: bytes, records: Sequence[Record], offer: Offer, statuses: list[Status]) -> None:
         """Store ``records`` batch by batch and append their results to ``statuses``.
 
         Raises:
@@ -315,9 +330,11 @@ class DiskTier:
         step = max(1, self._room.txn_nbytes // env.cost)
         for at in range(0, len(records), step):
             with self._health.writing:
-                statuses += self._store_batch(env, records[at : at + step], keep.__contains__)
+                statuses += self._store_batch(env, records[at : at + step], offer, keep.__contains__)
 
-    def _store_batch(self, env: Environment, records: Sequence[Record], protected: Protected) -> list[Status]:
+    def _store_batch(
+        self, env: Environment, records: Sequence[Record], offer: Offer, protected: Protected
+    ) -> list[Status]:
         """Evict in one transaction, put in the next: pages that were freed are used again."""
         self._room.sweep(env, keys=[record.header.key for record in records])
         statuses = [Status.EXISTS if env.fits(record) else Status.ERROR for record in records]
@@ -325,12 +342,19 @@ class DiskTier:
         for i, record in enumerate(records):
             if statuses[i] is Status.EXISTS and record.header.key not in env.index.entries:
                 new.setdefault(record.header.key, i)
-        todo = self._room.make(env, [records[i] for i in new.values()], protected)
-        results = dict(zip((r.header.key for r in todo), self._put(env, todo, protected), strict=False))
+        wanted = sorted((records[i] for i in new.values()), key=lambda record: record.header.position)
+        results: dict[bytes, Status] = {}
+        if offer is not Offer.ORDER:
+            wanted, refused = self._room.choose(env, wanted, protected)
+            results = dict.fromkeys(refused, Status.DECLINED)
+        todo = self._room.make(env, wanted, protected)
+        results |= zip((r.header.key for r in todo), self._put(env, todo, protected), strict=False)
         for i, record in enumerate(records):
             key = record.header.key
-            if statuses[i] is Status.EXISTS and key in new and (key not in results or new[key] == i):
-                statuses[i] = results.get(key, Status.DROPPED)
+            if statuses[i] is Status.EXISTS and key in new:
+                result = results.get(key, Status.DROPPED)
+                if new[key] == i or result in (Status.DROPPED, Status.DECLINED):
+                    statuses[i] = result
         return statuses
 
     def _put(self, env: Environment, records: Sequence[Record], protected: Protected) -> list[Status]:
@@ -351,6 +375,19 @@ class DiskTier:
                 if isinstance(result, IndexEntry):
                     self._catalog.add(env, record.header.key, result)
         return [Status.OK if isinstance(result, IndexEntry) else result for result in done]
+
+    # The contract: what the policy is told
+
+    def note(self, ns_id: bytes, tenant: bytes, keys: Sequence[bytes], hint: Hint | None = None) -> None:
+        self._catalog.note(ns_id, tenant, keys, hint)
+
+    def release(self, ns_id: bytes, session: str) -> bool:
+        return self._catalog.release(ns_id, session)
+
+    def worth(self, ns_id: bytes, key: bytes) -> float:
+        return self._catalog.worth((ns_id, key))
+
+    # The contract: taking away
 
     def evict(self, ns_id: bytes, refs: Sequence[Ref], *, force: bool = False) -> int:
         with self._write:

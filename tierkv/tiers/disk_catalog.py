@@ -7,9 +7,10 @@ expired by then is gone, and pins that have ended hold nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
+from tierkv.policy import Hint
 from tierkv.tiers.base import Limits, Ref, Usage
 from tierkv.tiers.disk_index import IndexEntry
 from tierkv.tiers.disk_order import Group, Item, Order, PolicyFactory
@@ -35,7 +36,7 @@ class Catalog:
         self,
         limits: Limits,
         clock: Callable[[], float],
-        policy: PolicyFactory,
+        policy: str | PolicyFactory,
         count_expired: Callable[[int], None],
     ) -> None:
         self.environments: dict[bytes, Environment] = {}
@@ -145,6 +146,48 @@ class Catalog:
                 if entry is not None:
                     self.order.remove(env.ns_id, key, entry.tenant)
 
+    def note(self, ns_id: bytes, tenant: bytes, keys: Sequence[bytes], hint: Hint | None) -> None:
+        """Note that a request asks for a chain, root first, stored or not."""
+        now = self.clock()
+        with self.lock:
+            self.order.note(ns_id, tenant, keys, now, hint)
+
+    def release(self, ns_id: bytes, session: str) -> bool:
+        """Note that a session is over; returns whether it was known."""
+        with self.lock:
+            return self.order.release(ns_id, session)
+
+    def worth(self, item: Item) -> float:
+        """Return the hits a second that holding a chunk is expected to bring; 0 where nothing is known."""
+        with self.lock:
+            return self.order.worth(item)
+
+    def admits(self, item: Item) -> bool:
+        """Return whether a chunk is worth a write where something has to go for it."""
+        now = self.clock()
+        with self.lock:
+            return self.order.admits(item, now)
+
+    def unpinned(self, env: Environment, keys: Iterable[bytes]) -> None:
+        """Note that pins were taken off entries, before their time: they and their ancestors may go again. Locked."""
+        now, entries = self.clock(), env.index.entries
+        freed: dict[Item, None] = {}
+        for key in keys:
+            while (entry := entries.get(key)) is not None and entry.hold <= now and (env.ns_id, key) not in freed:
+                freed[env.ns_id, key] = None
+                key = entry.parent
+        self.order.put_back(freed, now)
+
+    def bounds(self, env: Environment, tenant: bytes) -> list[tuple[Group, int, int]]:
+        """Return the quotas that hold for a tenant of a namespace, narrowest first: group, bytes it has, quota."""
+        own, whole = self.limits.of_tenant(tenant), self.limits.of_namespace(env.ns_id)
+        found: list[tuple[Group, int, int]] = []
+        if own is not None:
+            found.append(((env.ns_id, tenant), env.index.tenant_nbytes(tenant), own))
+        if whole is not None:
+            found.append(((env.ns_id,), env.index.live_nbytes, whole))
+        return found
+
     def note_use(self, env: Environment, used: Sequence[tuple[bytes, IndexEntry]]) -> None:
         """Note that entries were read, ancestors first."""
         now = self.clock()
@@ -181,7 +224,9 @@ class Catalog:
             group: whose entries may go.
             protected: what may not go, besides what is pinned.
         """
-        now, victims, held = self.clock(), [], []
+        now = self.clock()
+        victims: list[Item] = []
+        held: list[Item] = []
 
         def may_evict(item: Item) -> bool:
             if protected(item):
@@ -192,17 +237,17 @@ class Catalog:
             return True
 
         with self.lock:
-            if group:
-                self.order.ensure(group, lambda: self._members(group))
+            self.order.put_back_ended(now)
+            self.order.ensure(group, lambda: self._members(group))
             while nbytes > 0:
                 victim = self.order.victim(group, may_evict)
-                if held:
-                    self.order.keep(held, group)
-                    held.clear()
+                for ns_id, key in held:
+                    self.order.set_aside((ns_id, key), self.environments[ns_id].index.entries[key])
+                held.clear()
                 if victim is None:
                     break
                 env = self.environments[victim[0]]
-                self.order.remove(victim[0], victim[1], env.index.entries[victim[1]].tenant)
+                self.order.take_out(victim, env.index.entries[victim[1]].tenant)
                 victims.append(victim)
                 nbytes -= env.cost
         return victims

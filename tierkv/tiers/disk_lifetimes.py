@@ -72,6 +72,7 @@ class Lifetimes:
             with self._catalog.lock:
                 for key, _, _, owners in todo:
                     env.index.unpin(key, owners)
+                self._catalog.unpinned(env, [key for key, _, _, _ in todo])
             return len(todo)
 
     def expire_at(self, env: Environment, refs: Sequence[Ref], until: float) -> int:

@@ -1,10 +1,24 @@
-"""In which order the disk tier's entries go. The only module of the tier that calls its policy."""
+"""In which order the disk tier's entries go, and what is worth writing. The only module that calls its policy.
+
+Theory of operation. One policy orders all entries, and says where there is no room left whether a chunk is worth a
+write. Chunks of a namespace of which no request was ever noted are written as they come, since nothing is known that
+would speak against them. A namespace or a tenant at its quota makes room among its own: those are in a plain order of
+last use beside, leaves first, so that the policy's memory of what is not stored (its ghosts) is there once.
+
+Entries that a pin holds are taken out when they are met on the way to a victim, and come back when the pins are over,
+so that they are not met at every turn.
+
+Memory: what the policy says of itself (:mod:`tierkv.policy.learned`: 63 to 77 bytes a chunk or ghost, about 500 a
+segment; ghosts are at most as many as chunks, or 65,536), 56 bytes for the pair that names a chunk here and 65 for the
+key of a ghost; where a quota binds 400 bytes a chunk within it more.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from tierkv.policy.base import Policy
+from tierkv.policy import ChainLRU, Hint, Policy, make_policy
 from tierkv.tiers.disk_index import IndexEntry
 
 #: A stored entry: namespace id and key.
@@ -14,19 +28,65 @@ PolicyFactory = Callable[[], Policy[Item]]
 Group = tuple[()] | tuple[bytes] | tuple[bytes, bytes]
 
 EVERYBODY: Group = ()
+#: Chunks of a request that are noted: a policy takes 1 to 2 µs for each, under the catalog's lock.
+MAX_NOTED = 8192
+#: Entries of one chain that were used last within this time of each other were used together.
+_TOGETHER_S = 1.0
 
 
 class Order:
-    """A policy over all entries, and one for each namespace or tenant that has to make room among its own.
+    """A policy over all entries, and an order of last use for each namespace or tenant that is at its quota.
 
-    A group's policy is made when the group first needs a victim, with its entries in the order of their last use. Not
-    thread-safe.
+    A group's order is made when the group first needs a victim. Not thread-safe.
+
+    Args:
+        policy: the name of a policy (:func:`tierkv.policy.make_policy`), or what makes one.
     """
 
-    def __init__(self, factory: PolicyFactory) -> None:
-        self._factory = factory
-        self._all = factory()
-        self._groups: dict[Group, Policy[Item]] = {}
+    def __init__(self, policy: str | PolicyFactory) -> None:
+        self.name = policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
+        self._all: Policy[Item] = make_policy(policy) if isinstance(policy, str) else policy()
+        self._groups: dict[Group, ChainLRU[Item]] = {}
+        self._clock = 0.0  # of the policy: never back, whatever the wall clock does
+        self._clock_at: float | None = None  # the wall clock then
+        self._noted: set[bytes] = set()  # namespaces whose requests are noted
+        self._aside: dict[Item, IndexEntry] = {}  # held by pins, in no policy
+        self._ends: list[tuple[float, Item]] = []  # when these may be looked at again
+
+    # Requests
+
+    def note(self, ns_id: bytes, tenant: bytes, keys: Sequence[bytes], now: float, hint: Hint | None) -> None:
+        """Note that a request asks for a chain, root first, stored or not."""
+        self._noted.add(ns_id)
+        now = self._passed(now)
+        chain = [(ns_id, key) for key in keys[:MAX_NOTED]]
+        for policy in self._policies(ns_id, tenant):
+            policy.note(chain, now, hint=hint, domain=ns_id)
+
+    def release(self, ns_id: bytes, session: str) -> bool:
+        """Note that a session is over; returns whether it was known."""
+        return self._all.release(session, ns_id)
+
+    def worth(self, item: Item) -> float:
+        """Return the hits a second that holding a chunk is expected to bring; 0 where nothing is known."""
+        return self._all.worth(item)
+
+    def admits(self, item: Item, now: float) -> bool:
+        """Return whether a chunk is worth a write where something has to go for it.
+
+        Whether the host pool holds it does not count: it is offered once, and the pool goes with its engine.
+        """
+        if item[0] not in self._noted:
+            return True
+        return self._all.admit(item, self._passed(now), room=False)
+
+    def _passed(self, now: float) -> float:
+        if self._clock_at is not None:
+            self._clock += max(0.0, now - self._clock_at)
+        self._clock_at = now
+        return self._clock
+
+    # What is stored
 
     def add(self, ns_id: bytes, key: bytes, entry: IndexEntry) -> None:
         """Note a stored entry; ancestors come first."""
@@ -39,8 +99,13 @@ class Order:
 
     def remove(self, ns_id: bytes, key: bytes, tenant: bytes) -> None:
         """Note that an entry is gone, or is about to go."""
-        for policy in self._policies(ns_id, tenant):
-            policy.remove((ns_id, key))
+        self.take_out((ns_id, key), tenant)
+
+    def take_out(self, item: Item, tenant: bytes) -> None:
+        """Do so. The very object that :meth:`victim` returned counts as evicted by the policy that chose it."""
+        self._aside.pop(item, None)
+        for policy in self._policies(item[0], tenant):
+            policy.remove(item)
 
     def touch(self, ns_id: bytes, used: Sequence[tuple[bytes, IndexEntry]]) -> None:
         """Note that entries of one namespace were read, ancestors first."""
@@ -55,26 +120,51 @@ class Order:
                 policy.touch([(ns_id, key) for key, entry in used if entry.tenant == tenant])
 
     def ensure(self, group: Group, members: Callable[[], Iterable[tuple[bytes, IndexEntry]]]) -> None:
-        """Have a policy for a group other than everybody; ``members`` gives its entries, if there is none yet."""
+        """Have an order for a group other than everybody; ``members`` gives its entries, if there is none yet."""
         if not group or group in self._groups:
             return
-        policy = self._groups[group] = self._factory()
-        learn(policy, [(group[0], key, entry) for key, entry in members()])
+        policy = self._groups[group] = ChainLRU()
+        learn(policy, [(group[0], key, entry) for key, entry in members() if (group[0], key) not in self._aside])
 
     def victim(self, group: Group, may_evict: Callable[[Item], bool]) -> Item | None:
-        """Return what goes next of a group that has a policy, or None where nothing may."""
+        """Return what goes next of a group that has an order, or None where nothing may."""
         return (self._groups[group] if group else self._all).victim(may_evict)
 
-    def keep(self, items: Iterable[Item], group: Group) -> None:
-        """Move entries that were in the way of a victim behind the others, so that they are not met at every turn."""
-        (self._groups[group] if group else self._all).touch(items)
-
     def forget_groups(self) -> None:
-        """Drop the groups' policies: quotas changed, and those still needed are made again."""
+        """Drop the groups' orders: quotas changed, and those still needed are made again."""
         self._groups.clear()
 
     def __contains__(self, item: Item) -> bool:
-        return item in self._all
+        return item in self._all or item in self._aside
+
+    # Pins
+
+    def set_aside(self, item: Item, entry: IndexEntry) -> None:
+        """Take out an entry that pins hold, until they are over (:meth:`put_back`, :meth:`put_back_ended`)."""
+        self.take_out(item, entry.tenant)
+        self._aside[item] = entry
+        heapq.heappush(self._ends, (entry.hold, item))
+
+    def put_back(self, items: Iterable[Item], now: float) -> None:
+        """Put back those of ``items`` that were set aside and that no pin holds any more."""
+        free = [(item, entry) for item in items if (entry := self._aside.get(item)) is not None and entry.hold <= now]
+        for (ns_id, key), entry in sorted(free, key=lambda pair: pair[1].position):
+            del self._aside[ns_id, key]
+            self.add(ns_id, key, entry)
+
+    def put_back_ended(self, now: float) -> None:
+        """Put back all whose pins are over by now."""
+        due: list[Item] = []
+        while self._ends and self._ends[0][0] <= now:
+            _, item = heapq.heappop(self._ends)
+            entry = self._aside.get(item)
+            if entry is None:
+                continue
+            if entry.hold > now:  # pinned again meanwhile, for longer
+                heapq.heappush(self._ends, (entry.hold, item))
+            else:
+                due.append(item)
+        self.put_back(dict.fromkeys(due), now)
 
     def _policies(self, ns_id: bytes, tenant: bytes) -> list[Policy[Item]]:
         if not self._groups:
@@ -83,9 +173,29 @@ class Order:
         return [self._all, *(policy for policy in groups if policy is not None)]
 
 
-def learn(policy: Policy[Item], entries: list[tuple[bytes, bytes, IndexEntry]]) -> None:
-    """Tell a policy of stored entries: parents first, then in the order of their last use, leaves first."""
-    for ns_id, key, entry in sorted(entries, key=lambda e: e[2].position):
-        policy.add((ns_id, key), (ns_id, entry.parent))
-    for ns_id, key, _ in sorted(entries, key=lambda e: (e[2].last_used, -e[2].position)):
-        policy.touch([(ns_id, key)])
+Stored = tuple[bytes, bytes, IndexEntry]
+
+
+def learn(policy: Policy[Item], entries: Sequence[Stored]) -> None:
+    """Tell a policy of stored entries, chain by chain: parents first, then in the order of their last use."""
+    runs = _runs(entries)
+    for run in sorted(runs, key=lambda run: run[0][2].position):
+        for ns_id, key, entry in run:
+            policy.add((ns_id, key), (ns_id, entry.parent))
+    for run in runs:
+        policy.touch([(ns_id, key) for ns_id, key, _ in run])
+
+
+def _runs(entries: Sequence[Stored]) -> list[list[Stored]]:
+    """Return runs of entries that were used together, each a chain from an ancestor down, longest unused first."""
+    by_end: dict[Item, list[Stored]] = {}
+    runs: list[list[Stored]] = []
+    for stored in sorted(entries, key=lambda s: (s[2].last_used, s[2].position)):
+        ns_id, key, entry = stored
+        run = by_end.pop((ns_id, entry.parent), None)
+        if run is None or entry.last_used - run[-1][2].last_used > _TOGETHER_S:
+            run = []
+            runs.append(run)
+        run.append(stored)
+        by_end[ns_id, key] = run
+    return sorted(runs, key=lambda run: run[-1][2].last_used)

@@ -77,6 +77,83 @@ class Room:
         """Bytes of the records that one transaction writes."""
         return min(TXN_NBYTES, self.budget // 8)
 
+    # What is worth a write
+
+    def choose(
+        self, env: Environment, records: Sequence[Record], protected: Protected
+    ) -> tuple[list[Record], set[bytes]]:
+        """Evict what has to go for those of ``records`` that are worth it.
+
+        A record for which every bound has room is taken as it is. For others the policy is asked; what it takes evicts
+        one by one, so that the next is weighed against what is left.
+
+        Args:
+            records: parents before their children.
+
+        Returns:
+            What is to be written, and the keys of what is not worth it: a chunk that is refused, and those of
+            ``records`` that hang from it.
+
+        Raises:
+            lmdb.Error, OSError: the disk failed.
+        """
+        if not records or env.cost > self.budget:
+            return list(records), set()
+        catalog, cost = self._catalog, env.cost
+        self._sweep_if_short(env, len(records) * cost)
+        is_tight = self._is_tight(env, len(records) * cost)
+        free: dict[Group, int] = {EVERYBODY: self.budget - catalog.live_nbytes()}
+        chosen: list[Record] = []
+        refused: set[bytes] = set()
+        victims: list[Item] = []
+        for record in records:
+            header = record.header
+            bounds = [*catalog.bounds(env, header.tenant), (EVERYBODY, self.budget - free[EVERYBODY], self.budget)]
+            for group, nbytes, quota in bounds:
+                free.setdefault(group, quota - nbytes)
+            short = [group for group, _, quota in bounds if free[group] < cost <= quota]
+            has_room = not short and not is_tight
+            if header.parent in refused or not (has_room or catalog.admits((env.ns_id, header.key))):
+                refused.add(header.key)
+                continue
+            for group in short:
+                if free[group] < cost:
+                    picked = catalog.pick(group, cost - free[group], protected)
+                    victims += picked
+                    self._credit(free, picked)
+            for group, _, _ in bounds:
+                free[group] -= cost
+            chosen.append(record)
+        self.evict(victims, env)
+        return chosen, refused
+
+    def _credit(self, free: dict[Group, int], victims: Sequence[Item]) -> None:
+        """Note in ``free`` what victims, picked and not yet deleted, give back."""
+        for ns_id, key in victims:
+            env = self._catalog.environments[ns_id]
+            tenant = env.index.entries[key].tenant
+            for group in (EVERYBODY, (ns_id,), (ns_id, tenant)):
+                if group in free:
+                    free[group] += env.cost
+
+    def _sweep_if_short(self, env: Environment, nbytes: int) -> None:
+        """Delete what has expired where it takes the room of ``nbytes``: it goes before anything alive."""
+        catalog, limits = self._catalog, self._catalog.limits
+        if limits.of_namespace(env.ns_id) is not None or limits.tenant_nbytes:
+            self._sweep_for(env, nbytes)
+        for other in list(catalog.environments.values()):
+            excess = catalog.live_nbytes() + nbytes - self.budget
+            if excess <= 0:
+                break
+            self._sweep_for(other, excess)
+
+    def _is_tight(self, env: Environment, nbytes: int) -> bool:
+        """Return whether the volume's reserve makes the tier evict for ``nbytes``, whatever the budget says."""
+        return (
+            self._space.growth_nbytes(self._catalog.limits.reserve_nbytes, nbytes) < nbytes
+            and self._free_in_file(env) < nbytes
+        )
+
     # Making room
 
     def make(self, env: Environment, records: Sequence[Record], protected: Protected) -> list[Record]:

@@ -22,9 +22,23 @@ import msgspec
 
 from tierkv.layout import Namespace
 from tierkv.payload import CODEC_SHUFFLE_ZSTD, HEADER_NBYTES
+from tierkv.policy import Hint
 from tierkv.resp import Error
 from tierkv.server_config import SharedConfig
-from tierkv.tiers.base import Counters, EntryInfo, Fetched, Limits, Pin, Record, Ref, Sink, Status, TierStat, Usage
+from tierkv.tiers.base import (
+    Counters,
+    EntryInfo,
+    Fetched,
+    Limits,
+    Offer,
+    Pin,
+    Record,
+    Ref,
+    Sink,
+    Status,
+    TierStat,
+    Usage,
+)
 from tierkv.tiers.compression import Codec
 from tierkv.tiers.control import ControlFeed, Fleet
 from tierkv.tiers.redis_index import BATCH_KEYS, LiveRow, RedisIndex, Row, batches, pairs
@@ -139,7 +153,16 @@ class SharedTier:
             self._counters.count_fetched(results)
         return results
 
-    def store(self, ns_id: bytes, records: Sequence[Record]) -> list[Status]:
+    def note(self, ns_id: bytes, tenant: bytes, keys: Sequence[bytes], hint: Hint | None = None) -> None:
+        """Change nothing: what stays is Redis's own ``maxmemory-policy``."""
+
+    def release(self, ns_id: bytes, session: str) -> bool:
+        return False
+
+    def worth(self, ns_id: bytes, key: bytes) -> float:
+        return 0.0
+
+    def store(self, ns_id: bytes, records: Sequence[Record], *, offer: Offer = Offer.ORDER) -> list[Status]:
         statuses: list[Status] = []
         namespace = self._known.get(ns_id)
         if namespace is not None and self._link.writes.available():

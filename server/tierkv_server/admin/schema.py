@@ -198,6 +198,8 @@ class TierRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     num_expired: int = 0
     num_removed: int = 0
     pinned_nbytes: int = 0
+    num_declined: int = 0
+    policy: str = ""
 
 
 class NamespaceRow(msgspec.Struct, frozen=True):

@@ -346,7 +346,7 @@ function showBytes(start, end) {
 const COUNTS = [
   ["num_entries", "chunks"], ["num_hits", "hits"], ["num_misses", "misses"], ["num_stored", "stored"],
   ["num_evicted", "evicted"], ["num_expired", "expired"], ["num_removed", "removed"], ["num_dropped", "dropped"],
-  ["num_bad", "damaged"], ["num_errors", "errors"],
+  ["num_declined", "declined"], ["num_bad", "damaged"], ["num_errors", "errors"],
 ];
 
 function showTiers(tiers) {
