@@ -39,6 +39,7 @@ class Driver:
         self._num_failing = 0
         self._events: list[dict[str, Any]] | None = None
         self._requests: dict[tuple[tuple[int, ...], str | None], Any] = {}
+        self._watched: dict[str, list[Any]] = {}
 
     # -- requests
 
@@ -56,7 +57,7 @@ class Driver:
         if self._in_process:
             self._remember_requests(self._core.scheduler)
             if self._core.scheduler.connector is not None:
-                self._record(self._core.scheduler.connector)
+                self._record(self._connector)
         return os.getpid()
 
     def run(
@@ -68,13 +69,14 @@ class Driver:
         params: Any = None,
         skip_reading: bool = False,
         lora: list[Any] | None = None,
+        inputs: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Run prompts greedily, together or one at a time, and return their answers."""
         names = []
         for prompt in prompts:
             self._count += 1
             names.append(f"run{self._count}")
-            self.add(names[-1], prompt, max_tokens, salt, params, skip_reading, lora)
+            self.add(names[-1], prompt, max_tokens, salt, params, skip_reading, lora, inputs)
             if not batch:
                 self._finish(names[-1:])
         self._finish(names)
@@ -89,6 +91,7 @@ class Driver:
         params: Any = None,
         skip_reading: bool = False,
         lora: list[Any] | None = None,
+        inputs: dict[str, Any] | None = None,
     ) -> None:
         """Add a request that :meth:`step` runs.
 
@@ -96,6 +99,7 @@ class Driver:
             params: its ``kv_transfer_params``.
             skip_reading: it may not read any cache.
             lora: name, number and path of its adapter.
+            inputs: what it has besides token ids, or instead of them (:func:`multimodal_models.with_inputs`).
         """
         from vllm import SamplingParams
 
@@ -104,6 +108,10 @@ class Driver:
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
         request: dict[str, Any] = {"prompt_token_ids": prompt}
+        if inputs is not None:
+            from multimodal_models import with_inputs
+
+            request = with_inputs(prompt, inputs)
         if salt is not None:
             request["cache_salt"] = salt
         adapter = None
@@ -123,6 +131,19 @@ class Driver:
         else:
             (output,) = self._llm.generate([text], sampling, use_tqdm=False)
         return {"tokens": list(output.prompt_token_ids), "cached": output.num_cached_tokens}
+
+    def sample(self, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        """Run one prompt with sampling parameters of vLLM, and return all of its answers."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(ignore_eos=True, detokenize=False, **sampling)
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        rows = output.prompt_logprobs or []
+        return {
+            "tokens": [list(each.token_ids) for each in output.outputs],
+            "prompt_logprobs": [row and {str(t): p.logprob.hex() for t, p in row.items()} for row in rows],
+            "cached": output.num_cached_tokens,
+        }
 
     def step(self, num: int = 1) -> dict[str, dict[str, Any]]:
         """Step ``num`` times and return the answers of the requests that have finished and were not returned yet."""
@@ -163,18 +184,65 @@ class Driver:
 
         arm(point, number)
 
+    def plant(self, what: str, number: int) -> bool:
+        """Make the connector wrong in one way (:mod:`fire.plants`), so that a test can see that it is found."""
+        from fire.plants import plant
+
+        return plant(self._sched, what, number)
+
     def forget(self) -> None:
         """Forget past requests and questions, kept for tests that look back: memory is about to be measured."""
         self._requests.clear()
         self._asked.clear()
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Set for how long requests wait for their plans from now on."""
+        msgspec.structs.force_setattr(self._sched.config, "deadline_s", seconds)
+
     def reset_gpu(self) -> bool:
         """Empty vLLM's own prefix cache and nothing else."""
         return bool(self._llm.reset_prefix_cache())
 
+    def reset(self, running: bool, connector: bool) -> bool:
+        """Reset the prefix cache: with requests that run, or the connector's too."""
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+
     def reset_all(self) -> bool:
         """Reset the prefix cache and the connector's, as for new weights."""
         return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    def rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+        """Call a method of every worker by its name, as trainers do."""
+        self._llm.collective_rpc(method, kwargs=kwargs or {})
+
+    def double_weights(self) -> None:
+        """Change the weights in place as nobody can see: by a function that is sent to the workers."""
+        self._llm.collective_rpc(_double_weights)
+
+    def rejoin(self) -> None:
+        """Tell the connector that the weights are those of the start again, which from 0.27 on vLLM can be told."""
+        self._connector.weights_version("default")
+
+    def takes_versions(self) -> bool:
+        """Return whether vLLM can be told what its weights are called."""
+        return hasattr(self._llm.llm_engine, "set_weight_version")
+
+    def name_weights(self, version: str) -> None:
+        """Tell vLLM what its weights are called."""
+        self._llm.llm_engine.set_weight_version(version)
+
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep. On a CPU vLLM does all of it but give memory back."""
+        self._llm.sleep(level=level)
+
+    def wake_up(self) -> None:
+        """Wake the engine up."""
+        self._llm.wake_up()
+
+    def epoch(self) -> list[Any]:
+        """Return number, name, whether it is shared, and whether it is clean, of the epoch that the engine is in."""
+        number, name, shared, clean, _ = self._sched.epochs.dump()
+        return [number, name.hex(), shared, clean]
 
     # -- the connector's scheduler half
 
@@ -201,6 +269,33 @@ class Driver:
         self._wait(lambda: not self._sched.stat().counters["store_queue_nbytes"])
         return dict(self._sched.stat().counters)
 
+    def wait_for_plan(self, name: str) -> None:
+        """Wait, without a step, until everything that a request's plan has asked for is there."""
+        (state,) = (s for req_id, s in self._sched.requests.items() if _name(req_id) == name)
+        self._wait(lambda: state.plan is None or not state.plan.pending(self._sched._clock()))
+
+    def load_in(self, num_steps: int) -> None:
+        """Have loads that requests wait for over with their step, or so many steps later, however fast threads are."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        device, waiting = get_kv_transfer_group()._work._device, []
+        finished = type(device).finished
+
+        def finished_now() -> list[Any]:
+            for each in [each for each in waiting if not each[1]]:
+                waiting.remove(each)
+                device._timed(each[0], each[0].pieces, device._load_piece)
+            for each in waiting:
+                each[1] -= 1
+            return list(finished(device))
+
+        device.load = lambda jobs: waiting.extend([job, num_steps] for job in jobs)
+        device.finished = finished_now
+
+    def forget_filter(self) -> None:
+        """Know nothing of what the store server has, until its next filter: it has to be asked."""
+        self._sched.client._session.known = None
+
     def adapters_known(self) -> None:
         """Wait until every adapter that a request brought has been hashed."""
         assert self._sched.adapters.wait(TIMEOUT_S)
@@ -208,6 +303,12 @@ class Driver:
     def clear_host(self) -> None:
         """Empty the host pool as if the engine were new: same keys, same store server."""
         self._sched.index.clear()
+
+    def root(self) -> str:
+        """Return the root of the keys of prompts without a salt."""
+        from tierkv.keys import root_key
+
+        return root_key(self._sched._identity, self._sched._epoch_nonce, b"").hex()
 
     def keys(self, prompt: list[int], salt: str | None = None) -> list[str]:
         """Return the keys of a prompt's chunks."""
@@ -287,15 +388,96 @@ class Driver:
         shown: list[str] = json.loads(msgspec.json.encode(hashes).decode())
         return shown
 
+    # -- what the connector says to vLLM and to its workers
+
+    def watch(self, hold: bool = False) -> None:
+        """Record it from now on.
+
+        Args:
+            hold: copies to the host pool end no more, as far as anybody is told, until :meth:`let_go`.
+        """
+        names = ("reported", "bad", "kept", "given", "fences", "stores", "loads")
+        seen = self._watched = {name: [] for name in names}
+        connector, worker, held = self._connector, self._worker, []
+        took, ended, built = worker.take_loaded, connector.request_finished, connector.build_connector_meta
+        finished, bad = worker._device.finished, worker.take_bad_blocks
+
+        def take_bad_blocks() -> Any:
+            blocks = bad()
+            seen["bad"] += sorted(blocks)
+            return blocks
+
+        def take_loaded() -> Any:
+            loaded = took()
+            seen["reported"] += [_name(req_id) for req_id in loaded]
+            return loaded
+
+        def request_finished(request: Any, block_ids: Any) -> Any:
+            answer = ended(request, block_ids)
+            seen["kept"].append(answer[0])
+            return answer
+
+        def build_connector_meta(output: Any) -> Any:
+            given = [list(ids) for new in output.scheduled_new_reqs for ids in new.block_ids]
+            given += [list(ids) for new in output.scheduled_cached_reqs.new_block_ids for ids in new or ()]
+            metadata = built(output)
+            seen["given"].append([block for ids in given for block in ids])
+            seen["fences"].append(list(metadata.fence))
+            seen["stores"].append([list(job.piece.all_block_ids) for job in metadata.stores])
+            seen["loads"].append([[list(p.all_block_ids) for p in job.pieces] for job in metadata.loads])
+            return metadata
+
+        def held_back() -> Any:
+            done = finished()
+            held.extend(each for each in done if hasattr(each.job, "job_id"))
+            return [each for each in done if not hasattr(each.job, "job_id")]
+
+        worker.take_loaded, connector.request_finished = take_loaded, request_finished
+        worker.take_bad_blocks = take_bad_blocks
+        connector.build_connector_meta = build_connector_meta
+        if hold:
+            worker._device.finished = held_back
+            self._let_go = lambda: setattr(
+                worker._device, "finished", lambda: [held.pop() for _ in list(held)] + finished()
+            )
+
+    def seen(self) -> dict[str, list[Any]]:
+        """Return what was said since :meth:`watch`: lists, those of steps with an entry a step."""
+        return self._watched
+
+    def let_go(self) -> None:
+        """Have the copies end that were held back."""
+        self._let_go()
+
+    def pending(self) -> bool:
+        """Return whether the connector asks vLLM to go on stepping."""
+        return bool(self._core.scheduler.connector.has_pending_push_work())
+
+    def break_device(self, method: str) -> None:
+        """Make the device raise when it is next to start copies."""
+        device = self._worker._device
+        original = getattr(device, method)
+
+        def fail(jobs: Any) -> Any:
+            if not jobs:
+                return original(jobs)
+            setattr(device, method, original)
+            raise RuntimeError("the test's fault")
+
+        setattr(device, method, fail)
+
+    def embed(self, prompts: list[list[int]]) -> list[list[str]]:
+        """Return the embedding of each prompt, one at a time, as hexadecimal floats."""
+        outputs = [self._llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)[0] for prompt in prompts]
+        return [[float(value).hex() for value in output.outputs.embedding] for output in outputs]
+
     # -- faults
 
     def fail_loads(self, num: int) -> None:
         """Make the next ``num`` loads fail in the worker: nothing is copied."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
         from tierkv_connector.device import Done
 
-        device = get_kv_transfer_group()._work._device
+        device = self._worker._device
         load, load_now, finished, failed = device.load, device.load_now, device.finished, []
         self._num_failing = num
 
@@ -323,6 +505,12 @@ class Driver:
     def fail_rank(self, rank: int, what: str) -> None:
         """Make one rank's next copy of a chunk (``what``: load or store) fail; the other ranks go on."""
         self._llm.collective_rpc(_fail_next_copy, args=(rank, what))
+
+    def blind(self) -> None:
+        """Let the connector take any image for any other."""
+        from tierkv_connector import extras
+
+        extras.place_digest = lambda *_: bytes(32)
 
     def load_in_step(self, nbytes: int) -> None:
         """Make loads of up to ``nbytes`` a part of the step that needs them, and others be waited for."""
@@ -387,7 +575,20 @@ class Driver:
 
     @property
     def _sched(self) -> Any:
-        return self._core.scheduler.connector._sched
+        return self._connector._sched
+
+    @property
+    def _connector(self) -> Any:
+        """Ours, also where it is one of several."""
+        connector = self._core.scheduler.connector
+        return next(each for each in getattr(connector, "_connectors", [connector]) if hasattr(each, "_sched"))
+
+    @property
+    def _worker(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        group = get_kv_transfer_group()
+        return next(each for each in getattr(group, "_connectors", [group]) if hasattr(each, "_work"))._work
 
     def _gpu_chunks(self, prompt: list[int], salt: str | None, blocks_per_chunk: int) -> list[list[bytes] | None]:
         """Return the parts of each whole chunk that the GPU has, layer after layer; None where it has it not whole."""
@@ -406,7 +607,7 @@ class Driver:
         add = scheduler.add_request
 
         def add_request(request: Any) -> None:
-            self._requests[tuple(request.prompt_token_ids), request.cache_salt] = request
+            self._requests[tuple(request.prompt_token_ids or ()), request.cache_salt] = request
             if len(self._requests) > MAX_REMEMBERED:
                 del self._requests[next(iter(self._requests))]
             add(request)
@@ -467,6 +668,11 @@ class Driver:
 def _name(request_id: str) -> str:
     """Return the name of a request as the test gave it; vLLM appends a random part."""
     return request_id.rsplit("-", 1)[0]
+
+
+def _double_weights(worker: Any) -> None:
+    for parameter in worker.model_runner.model.parameters():
+        parameter.data.mul_(2.0)
 
 
 def _fail_next_copy(worker: Any, rank: int, what: str) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,25 +18,23 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tierkv.client import NUM_LANES, MatchReply
+from scheduler_parts import BLOCK_NBYTES, BLOCK_TOKENS, BlockPool, FakeClient, Request
 from tierkv.config import EngineConfig
-from tierkv.hostindex import Entry, Fetch
+from tierkv.hostindex import Entry
 from tierkv.keys import anchor_index, chain_keys, root_key
 from tierkv.layout import LayerGroup, Layout
-from tierkv.messages import COMPUTED, StoreItem
+from tierkv.messages import COMPUTED
 from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.rendezvous import Offer
-from tierkv.sessions import SessionTurn
+from tierkv_connector import handoff as handoff_module
 from tierkv_connector import scheduler as scheduler_module
 from tierkv_connector import spill as spill_module
 from tierkv_connector.metadata import LoadJob, StoreJob, TierKVMetadata, TierKVWorkerMetadata
 from tierkv_connector.plan import TRANSITIONS, Plan, State
 from tierkv_connector.scheduler import RequestState, Scheduler
 
-BLOCK_TOKENS = 4
 BLOCKS_PER_CHUNK = 2
 CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
-BLOCK_NBYTES = 32
 PAYLOAD_NBYTES = BLOCK_NBYTES * BLOCKS_PER_CHUNK
 DEADLINE_S = 2.0
 IDENTITY = bytes(range(32))
@@ -74,236 +72,12 @@ def small_world(**budgets: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name, value in (BUDGETS | budgets).items():
-            for module in (scheduler_module, spill_module):
+            for module in (scheduler_module, spill_module, handoff_module):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(mock.patch.object(Plan, "to", watched))
         stack.enter_context(mock.patch.object(scheduler_module.logger, "disabled", True))
         yield
-
-
-@dataclass
-class Command:
-    """A command that the store server has not answered."""
-
-    kind: str
-    keys: list[bytes]
-    reply: MatchReply | None = None
-    fetch: Fetch | None = None
-
-
-class FakeClient:
-    """Stands for the store client; the network is this object. Replies come when the test says so.
-
-    Attributes:
-        log: every command ever sent, as plain values.
-        lanes: commands without an answer, in order, a queue a lane.
-        stores: STORE commands without an answer.
-        lost: fetches whose session ended before an answer: the server may still write their slots.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self.lanes: list[deque[Command]] = [deque() for _ in range(NUM_LANES)]
-        self.stores: deque[tuple[list[StoreItem], Callable[[bytes | None], None]]] = deque()
-        self.uses: deque[tuple[list[bytes], Callable[[bytes | None], None]]] = deque()
-        self.known: set[bytes] | None = None  # what the filter of stored keys says, if there is one
-        self.spill: dict[str, str] = {"disk": "through", "shared": "through"}
-        self.lost: list[Fetch] = []
-        self.up = True
-        self._lane = 0
-
-    # -- what the scheduler half calls
-
-    num_bad = 0
-
-    def connected(self) -> bool:
-        return self.up
-
-    def denies(self, key: bytes) -> bool:
-        return self.known is not None and key not in self.known
-
-    def next_lane(self) -> int:
-        self._lane = (self._lane + 1) % NUM_LANES
-        return self._lane
-
-    def match(self, lane: int, start: int, anchor: bytes, keys: Sequence[bytes]) -> MatchReply:
-        self.log.append(("match", lane, start, anchor, tuple(keys)))
-        reply = MatchReply()
-        if self.up:
-            self.lanes[lane].append(Command("match", list(keys), reply=reply))
-        else:
-            reply.letters = b""
-        return reply
-
-    def fetch(self, lane: int, start: int, anchor: bytes, fetch: Fetch) -> None:
-        self.log.append(("fetch", lane, start, anchor, tuple((e.key, e.slot, e.generation) for e in fetch.entries)))
-        if self.up:
-            self.lanes[lane].append(Command("fetch", [e.key for e in fetch.entries], fetch=fetch))
-        else:
-            fetch.released = True
-            fetch.results = b""
-
-    def store(self, items: Sequence[StoreItem], dropped: set[bytes], done: Callable[[bytes | None], None]) -> None:
-        items = [item for item in items if item.key not in dropped]
-        self.log.append(("store", tuple(items)))
-        if items and self.up:
-            self.stores.append((items, done))
-        else:
-            done(None if items else b"")
-
-    def use(self, start: int, anchor: bytes, keys: Sequence[bytes], reply: Callable[[bytes | None], None]) -> None:
-        self.log.append(("use", 0, start, anchor, tuple(keys)))
-        if self.up:
-            self.uses.append((list(keys), reply))
-        else:
-            reply(None)
-
-    def turn(self, turn: SessionTurn) -> None:
-        self.log.append(("turn", turn))
-
-    def drop(self, keys: Sequence[bytes], dropped: set[bytes]) -> None:
-        self.log.append(("drop", tuple(keys)))
-        dropped.update(keys)
-
-    def close(self) -> None:
-        pass
-
-    # -- what the test does
-
-    def outstanding(self) -> list[int]:
-        """Return the lanes in which a command waits for its answer."""
-        return [lane for lane, queue in enumerate(self.lanes) if queue]
-
-    def num_commands(self, kind: str) -> int:
-        return sum(command[0] == kind for command in self.log)
-
-    def disconnect(self) -> None:
-        """End the session: every answer is lost, and slots of fetches stay with the server until its lease ends."""
-        self.up = False
-        for queue in self.lanes:
-            while queue:
-                command = queue.popleft()
-                if command.reply is not None:
-                    command.reply.letters = b""
-                if command.fetch is not None:
-                    command.fetch.results = b""
-                    self.lost.append(command.fetch)
-        for queue_of_others in (self.stores, self.uses):
-            while queue_of_others:
-                queue_of_others.popleft()[1](None)
-
-    def end_leases(self) -> None:
-        """Note that the server cannot write the slots of lost fetches any more."""
-        for fetch in self.lost:
-            fetch.released = True
-        self.lost.clear()
-
-
-class Request:
-    """What the scheduler half sees of a vLLM request, and what the model of vLLM keeps of it."""
-
-    def __init__(self, req_id: str, tokens: list[int], salt: str = "", max_outputs: int = 2) -> None:
-        self.request_id = req_id
-        self.prompt_token_ids = tokens
-        self.cache_salt = salt or None
-        self.skip_reading_prefix_cache = False
-        self.pooling_params: object = None
-        self.tokens = list(tokens)
-        self.max_outputs = max_outputs
-        self.status = "waiting"  # waiting, loading, running, finished
-        self.num_computed = 0
-        self.block_ids: list[int] = []
-        self.num_preemptions = 0
-        self.scheduled_before = False
-        self.recved = False
-        self.failed = False
-        self.epoch = 0
-        self.root = b""
-        self.kv_transfer_params: object = None
-        self.num_prompt_tokens = len(tokens)
-        self.begun: int | None = None  # tokens that were there when it ran first
-        self.loaded: Counter[str] = Counter()  # of these, those that were loaded, by the tier that gave them
-        self._hashes: list[bytes] = []
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def all_token_ids(self) -> list[int]:
-        return self.tokens
-
-    @property
-    def block_hashes(self) -> list[bytes]:
-        """The hash of each whole block and all tokens before it: also the bytes that its KV has on the model GPU."""
-        while (len(self._hashes) + 1) * BLOCK_TOKENS <= len(self.tokens):
-            at = len(self._hashes) * BLOCK_TOKENS
-            parent = self._hashes[-1] if self._hashes else (self.cache_salt or "").encode()
-            data = parent + repr(self.tokens[at : at + BLOCK_TOKENS]).encode()
-            self._hashes.append(hashlib.sha256(data).digest()[:BLOCK_NBYTES])
-        return self._hashes
-
-
-class BlockPool:
-    """vLLM's block pool, as far as it matters: reference counts, a prefix cache, least recently freed first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.free: OrderedDict[int, None] = OrderedDict((i, None) for i in range(1, num_blocks))
-        self.refs = [0] * num_blocks
-        self.hashes: dict[int, bytes] = {}
-        self.cached: dict[bytes, int] = {}
-        self.data: list[bytes] = [bytes(BLOCK_NBYTES)] * num_blocks
-
-    def get_cached_block(self, block_hash: bytes, group_ids: Sequence[int]) -> list[int] | None:
-        block = self.cached.get(block_hash)
-        return None if block is None else [block]
-
-    def run(self, hashes: Sequence[bytes], stop: int) -> list[int]:
-        blocks = []
-        for block_hash in hashes[:stop]:
-            if (block := self.cached.get(block_hash)) is None:
-                break
-            blocks.append(block)
-        return blocks
-
-    def take(self, hits: Sequence[int], count: int) -> list[int] | None:
-        """Take the cached blocks ``hits`` and ``count`` new ones, or nothing where there are too few."""
-        if len(self.free) - sum(not self.refs[block] for block in hits) < count:
-            return None
-        for block in hits:
-            self.free.pop(block, None)
-            self.refs[block] += 1
-        new = []
-        for _ in range(count):
-            block, _ = self.free.popitem(last=False)
-            self.forget(block)
-            self.refs[block] = 1
-            new.append(block)
-        return new
-
-    def forget(self, block: int) -> None:
-        if (block_hash := self.hashes.pop(block, None)) is not None and self.cached.get(block_hash) == block:
-            del self.cached[block_hash]
-
-    def cache(self, block: int, block_hash: bytes) -> None:
-        if block not in self.hashes and block_hash not in self.cached:
-            self.hashes[block] = block_hash
-            self.cached[block_hash] = block
-
-    def give(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):
-            self.refs[block] -= 1
-            if not self.refs[block]:
-                self.free[block] = None
-
-    def reset(self) -> bool:
-        """Forget the prefix cache if nobody uses a block, as vLLM does."""
-        if any(self.refs):
-            return False
-        self.hashes.clear()
-        self.cached.clear()
-        return True
 
 
 @dataclass
@@ -425,9 +199,20 @@ class Bench:
         request.skip_reading_prefix_cache = self.rng.random() < 0.04
         request.pooling_params = object() if self.rng.random() < 0.04 else None
         request.kv_transfer_params = self.random_params()
+        self.let_await(request)
         keys = self.add(request)
         for key in keys[: self.rng.choice((0, 0, len(keys), len(keys), self.rng.randint(0, len(keys))))]:
             self.stored.setdefault(key, self.rng.choice((b"d", b"s")))
+
+    def let_await(self, request: Request) -> None:
+        """Let some requests await chunks that another engine has promised, of their own prompt or of another."""
+        params, rng = request.kv_transfer_params, self.rng
+        if not isinstance(params, dict) or not isinstance(params.get("tierkv"), dict) or rng.random() < 0.5:
+            return
+        root = root_key(IDENTITY, self.sched._epoch_nonce, (request.cache_salt or "").encode())
+        keys = chain_keys(root, request.prompt_token_ids, CHUNK_TOKENS) or [bytes(32)]
+        ns_id = rng.choice((self.sched._ns_id, self.sched._ns_id, bytes(16)))
+        params["tierkv"]["handoff"] = {"namespace": ns_id.hex(), "last_key": rng.choice([*keys, IDENTITY]).hex()}
 
     def random_params(self) -> object:
         """Hints as applications send them: right, wrong, or none."""
@@ -442,6 +227,7 @@ class Bench:
             "store": ("none", "prompt", "all", "all", "some", 3),
             "load": ([], ["host"], ["host", "disk"], ["shared"], "none", ["gpu"], "disk", [["host"]]),
             "prefetch": ("disk", "host", True, "gpu"),
+            "handoff": (True, True, True, False, {}, "soon"),
             "sesion": ("a",),
         }
         return {"tierkv": {name: rng.choice(values) for name, values in possible.items() if rng.random() < 0.5}}
@@ -959,6 +745,7 @@ class Bench:
                 and plan.state in (State.MATCHING, State.FETCHING)
                 and self.now < plan.deadline <= self.now + DEADLINE_S
             )
+            by_plan = by_plan or (request.request_id in sched._unstarted and plan.queued and self.now < plan.deadline)
             by_load = any(
                 keys[first] in loading and self.now < began + DEADLINE_S
                 for req_id, (loading, began) in self.loads_under_way.items()
@@ -1020,8 +807,9 @@ class Bench:
             entry = self.sched.spill.copying[job.job_id]
             assert entry.state == Entry.FILLING, "a request that lived through a reset stores nothing"
             assert 0 not in job.piece.block_ids and job.piece.first == 0
-            owners = [r for r in self.running if set(job.piece.block_ids) <= set(r.block_ids)]
-            assert any(self.state(r).store != "none" for r in owners), "a request that stores nothing stores"
+            owners = [r.request_id for r in self.running if set(job.piece.block_ids) <= set(r.block_ids)]
+            states = [self.sched.requests[req_id] for req_id in owners if req_id in self.sched.requests]
+            assert any(state.store != "none" for state in states), "a request that stores nothing stores"
 
     def _check_told(self, request: Request, told: dict[str, Any] | None) -> None:
         """Check what a request is answered about its hints."""
@@ -1039,6 +827,10 @@ class Bench:
             assert sum(hits.values()) == request.begun, (hits, request.begun)
             assert {tier: hits[tier] for tier in ("host", "disk", "shared") if hits[tier]} == +request.loaded
         assert about["prompt_tokens"] == len(request.prompt_token_ids)
+        if promise := about.get("handoff"):
+            last = promise["tokens"] // CHUNK_TOKENS - 1
+            assert promise["last_key"] == self.keys[request.request_id][last].hex()
+            assert promise["tokens"] <= len(request.prompt_token_ids) and not self.sched.epochs.name
         self.told.append(about)
 
     def check(self) -> None:
@@ -1053,7 +845,7 @@ class Bench:
             owners += entries
         for _, entries in sched.loads._under_way.values():
             owners += entries
-        owners += sched.spill._saving
+        owners += [*sched.spill._saving, *sched.spill.handoffs.kept]
         writers = [e for f in sched._fetching for e in f.entries] + list(sched.spill.copying.values())
         reachable = {id(e): e for e in (*index._entries.values(), *owners, *writers)}
         for entry in reachable.values():
@@ -1073,7 +865,8 @@ class Bench:
         nbytes = sum(len(f.entries) for f in sched._fetching) * PAYLOAD_NBYTES
         assert sched._fetch_nbytes == nbytes <= max(scheduler_module.PLAN_NBYTES, PAYLOAD_NBYTES)
         queued = sum(len(items) for items, _ in self.client.stores) * PAYLOAD_NBYTES
-        assert queued <= sched.spill.queue.nbytes <= spill_module.STORE_NBYTES
+        kept = len(sched.spill.handoffs.kept) * PAYLOAD_NBYTES
+        assert queued <= sched.spill.queue.nbytes <= spill_module.STORE_NBYTES + kept
         for state in sched.requests.values():
             plan = state.plan
             if plan is None or state.tiers >= {"disk", "shared"}:
@@ -1110,8 +903,8 @@ class Bench:
             keys = [words[0].chain[i : i + 32] for i in range(0, len(words[0].chain), 32)]
         else:
             _, start, anchor, chunks = words
-            keys = [chunk if kind in ("match", "use") else chunk[0] for chunk in chunks]
-            assert kind in ("match", "use") or len(keys) <= most
+            keys = [chunk[0] if kind == "fetch" else chunk for chunk in chunks]
+            assert kind != "fetch" or len(keys) <= most
             chains = [chain for chain in self.keys.values() if chain[start : start + len(keys)] == keys]
             assert chains and anchor == chains[0][anchor_index(start)]
         assert self.private.isdisjoint(keys), "the store server was told of what is to stay on this host"
@@ -1140,7 +933,14 @@ class Bench:
                 self.finish(request)
         self.late_outputs = False
         rounds = 0
-        while rounds < 3 or self.client.stores or self.client.uses or self.sched.spill._saving:
+        while (
+            rounds < 3
+            or self.ended
+            or self.client.stores
+            or self.client.uses
+            or self.sched.spill._saving
+            or self.sched.spill.handoffs.kept
+        ):
             rounds += 1
             assert rounds < 100, "there is no end of stores"
             self.answer_all()

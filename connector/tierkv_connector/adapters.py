@@ -7,7 +7,8 @@ link of its requests' key chains: an adapter's KV and the model's own never meet
 
 vLLM may read the files again at any later time (it keeps a few adapters, and loads what it let go anew). So an adapter
 whose files have changed since they were hashed, whose number comes with another path, or which is replaced in place, is
-not told by its files any more, for the life of the engine.
+not told by its files any more, for the life of the engine. Whether they have is asked for every request anew; where the
+file system does not answer at once, that request keeps to vLLM's own prefix cache, and no step waits for it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from tierkv.identity import WEIGHT_SUFFIXES, FileHashes, file_stamp
 from tierkv.keys import Extra, Part, next_key
 from tierkv.layout import canonical_json
+from tierkv_connector.filecheck import FileChecks
 
 logger = logging.getLogger("tierkv")
 
@@ -67,7 +69,9 @@ class Adapters:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._checks = FileChecks()
         self._num_warned = 0
+        self._said_late = False
 
     def root(self, root: bytes, lora: Any) -> bytes | None:
         """Return the root of a request's key chain.
@@ -94,6 +98,7 @@ class Adapters:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+        self._checks.close()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
@@ -111,9 +116,23 @@ class Adapters:
             self._give_up(adapter, lora, "it is replaced in place")
         elif path != adapter.path:
             self._give_up(adapter, lora, f"its number was that of {adapter.path!r} before")
-        elif adapter.digest and not _unchanged(adapter):
-            self._give_up(adapter, lora, "its files have changed since this engine first used them")
+        elif adapter.digest:
+            unchanged = self._checks.ask(number, lambda: _unchanged(adapter))
+            if unchanged is None:
+                self._say_late(path)
+                return None
+            if not unchanged:
+                self._give_up(adapter, lora, "its files have changed since this engine first used them")
         return None if adapter.given_up else adapter.digest
+
+    def _say_late(self, path: str) -> None:
+        if not self._said_late:
+            self._said_late = True
+            logger.warning(
+                "the file system of the adapter in %r does not say at once whether its files have changed: KV of "
+                "requests that come meanwhile is cached on the GPU alone",
+                path,
+            )
 
     def _give_up(self, adapter: _Adapter, lora: Any, why: str) -> None:
         adapter.given_up = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tierkv.layout import BlockTable, Layout
@@ -40,12 +40,21 @@ class RequestBlocks:
 
     def __init__(self, layout: Layout, tables: Sequence[BlockTable], block_ids: Sequence[Sequence[int]]) -> None:
         self._chunk_tokens = layout.chunk_tokens
-        self._tables = [(t.block_tokens, layout.chunk_tokens // t.block_tokens, block_ids[t.group_id]) for t in tables]
+        self._tables = [(t, t.per_chunk(layout.chunk_tokens), block_ids[t.group_id]) for t in tables]
 
-    def whole(self, chunk: int) -> list[Span] | None:
-        """Return all blocks of a chunk, or None where one is not there: not given out yet, or passed by a window."""
+    def whole(self, chunk: int, states: Mapping[int, int] | None = None) -> list[Span] | None:
+        """Return all blocks of a chunk, or None where one is not there: not given out yet, or passed by a window.
+
+        Args:
+            chunk: the chunk's position.
+            states: for each KV cache group with recurrent state, the block that holds the state after the chunk's
+                last token; None where there is none, of which nothing is returned then.
+        """
         spans = []
-        for _, per_chunk, ids in self._tables:
+        for table, per_chunk, ids in self._tables:
+            if table.recurrent:
+                spans.append(Span(0, (states[table.group_id],)) if states else _NOTHING)
+                continue
             blocks = tuple(ids[chunk * per_chunk : (chunk + 1) * per_chunk])
             if len(blocks) < per_chunk or NULL in blocks:
                 return None
@@ -57,15 +66,28 @@ class RequestBlocks:
 
         The blocks given out end with the claimed tokens; what stands before them was on the GPU.
         """
-        size, (block_tokens, _, ids) = self._chunk_tokens, self._tables[0]
+        size, (table, _, ids) = self._chunk_tokens, self._tables[0]
+        block_tokens = table.block_tokens
         begin = (len(ids) - -(-num_tokens // block_tokens)) * block_tokens
         end = len(ids) * block_tokens
         chunks = range(begin // size, -(-end // size))
-        columns = [self._column(chunks, begin, num_tokens, *table) for table in self._tables]
+        columns = [
+            self._state(chunks, end, table, ids)
+            if table.recurrent
+            else self._column(chunks, begin, num_tokens, table.block_tokens, per_chunk, ids)
+            for table, per_chunk, ids in self._tables
+        ]
         counts = [size] * len(chunks)
         counts[0] -= begin - chunks[0] * size
         counts[-1] -= chunks[-1] * size + size - end
         return list(map(Claim, chunks, counts, zip(*columns, strict=True)))
+
+    def _state(self, chunks: range, end: int, table: BlockTable, ids: Sequence[int]) -> list[Span]:
+        """Return the span of each chunk where only the state after the last token is loaded."""
+        assert len(ids) * table.block_tokens == end, "the groups' blocks do not end at one token"
+        assert end % self._chunk_tokens == 0, "a claim was cut to where no recurrent state is stored"
+        assert ids[-1] != NULL, "the block for recurrent state is missing"
+        return [_NOTHING] * (len(chunks) - 1) + [Span(0, (ids[-1],))]
 
     @staticmethod
     def _column(

@@ -10,13 +10,14 @@ import torch
 
 from tierkv import __version__
 from tierkv.errors import ConfigError
-from tierkv.layout import CHUNKED_LOCAL, BlockTable, LayerGroup, Layout, chunk_tokens_for
+from tierkv.layout import CHUNKED_LOCAL, RECURRENT, BlockTable, LayerGroup, Layout, chunk_tokens_for
+from tierkv_connector import recurrent
 from tierkv_connector.compat import KVConnectorTransferResults
 from tierkv_connector.device import Region, block_matrix, make_regions
 
 WINDOWED = {"SlidingWindowSpec": "sliding_window", CHUNKED_LOCAL: "attention_chunk_size"}
 REPLICATED = "MLAAttentionSpec"
-SERVED = ("FullAttentionSpec", REPLICATED, *WINDOWED)
+SERVED = ("FullAttentionSpec", REPLICATED, *WINDOWED, RECURRENT)
 #: Attention backends that compute prompts from their first token only: vLLM turns its own prefix cache off with them.
 FROM_THE_START = ("CPU_MLA",)
 
@@ -63,6 +64,9 @@ def served_groups(kv_cache_config: Any) -> list[CacheGroup]:
                 f"this model has a KV cache of the kind {kind}; TierKV {__version__} serves {', '.join(SERVED)}. "
                 f"Remove the connector for this model"
             )
+        for one in specs.values():
+            if _kind(one) == RECURRENT:
+                recurrent.check(one)
         served.append(CacheGroup(group_id, spec.block_size, {name: specs[name] for name in group.layer_names}))
     if not served:
         raise ConfigError("this model has no KV cache that can be stored. Remove the connector for this model")
@@ -140,10 +144,9 @@ def regions_of(layout: Layout, kv_caches: Mapping[str, torch.Tensor], num_blocks
     offset = 0
     for group in layout.groups:
         caches = [kv_caches[name] for name in group.layers]
-        per_chunk = layout.chunk_tokens // layout.tokens_of(group)
-        regions += make_regions(caches, num_blocks, per_chunk, places[group.table], offset)
+        regions += make_regions(caches, num_blocks, layout.blocks_of(group), places[group.table], offset)
         offset = regions[-1].cell_offset + regions[-1].nbytes
-    assert offset == layout.part_nbytes, "the regions are not what the layout says"
+    assert offset + layout.mark_nbytes == layout.part_nbytes, "the regions are not what the layout says"
     return regions
 
 
@@ -154,7 +157,7 @@ def _parts(
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, spec in group.specs.items():
         cache = kv_caches[name]
-        what = _kind(spec), _heads(spec), _window(spec), _shape(cache), _order(cache), cache.dtype
+        what = _kind(spec), _heads(spec), _window(spec), _shape(cache), _order(cache), _dtype(spec, cache)
         alike.setdefault(what, []).append(name)
     return [
         LayerGroup(
@@ -168,12 +171,12 @@ def _parts(
             window=window,
             table=group.group_id,
             block_tokens=group.block_tokens,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype,
             backend=backend,
             isa=isa,
         )
         for (kind, (num_kv_heads, head_size), window, shape, order, dtype), names in alike.items()
-        for backend, isa in [_backend(vllm_config, names[0], kv_caches[names[0]], group.block_tokens)]
+        for backend, isa in [_backend(vllm_config, kind, names[0], kv_caches[names[0]], group.block_tokens)]
     ]
 
 
@@ -182,12 +185,18 @@ def _kind(spec: Any) -> str:
 
 
 def _window(spec: Any) -> int:
+    if _kind(spec) == RECURRENT:
+        return 1
     name = WINDOWED.get(_kind(spec))
     return int(getattr(spec, name)) if name else 0
 
 
 def _heads(spec: Any) -> tuple[int, int]:
     return int(getattr(spec, "num_kv_heads", 1)), int(getattr(spec, "head_size", 0))
+
+
+def _dtype(spec: Any, cache: torch.Tensor) -> str:
+    return recurrent.content(spec) if _kind(spec) == RECURRENT else str(cache.dtype).removeprefix("torch.")
 
 
 def _shape(cache: torch.Tensor) -> tuple[int, ...]:
@@ -204,12 +213,14 @@ def _block_nbytes(cache: torch.Tensor, num_blocks: int) -> int:
     return int(matrix.shape[1] * matrix.element_size())
 
 
-def _backend(vllm_config: Any, layer_name: str, cache: torch.Tensor, block_tokens: int) -> tuple[str, str]:
+def _backend(vllm_config: Any, kind: str, layer_name: str, cache: torch.Tensor, block_tokens: int) -> tuple[str, str]:
     """Return the attention backend's name and the instruction set that it packs the cache for."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     backend = layer.get_attn_backend().get_name() if layer is not None else "unknown"
     if cache.device.type != "cpu":
         return backend, cache.device.type
+    if kind == RECURRENT:
+        return backend, recurrent.isa()
     from vllm.v1.attention.backends import cpu_attn
 
     head_size = getattr(layer, "head_size", None)

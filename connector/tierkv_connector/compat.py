@@ -18,7 +18,7 @@ from tierkv_connector.versions import TESTED_VLLM
 logger = logging.getLogger("tierkv")
 
 #: Blocks of windows that one plan looks for on the GPU.
-_MAX_LOOKUPS = 1024
+_MAX_LOOKUPS = 512
 #: Ranks whose pool segments one message to the store server carries, beside its lease socket.
 MAX_RANKS = 63
 
@@ -110,9 +110,6 @@ def check_supported(vllm_config: Any) -> None:
         ConfigError: it is not; the sentence says what to change.
     """
     check_interface()
-    role = vllm_config.kv_transfer_config.kv_role
-    if role != "kv_both":
-        raise ConfigError(f"kv_role={role!r} is not served by TierKV {__version__}; set kv_role='kv_both'")
     check_parallel(vllm_config.parallel_config)
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is not None and getattr(vllm_config.speculative_config, "method", "") != "ngram":
@@ -128,13 +125,12 @@ def check_supported(vllm_config: Any) -> None:
 
 
 def check_parallel(parallel: Any) -> None:
-    """Check that an engine's ranks are cut in a way that TierKV serves: tensor parallel, on one host.
+    """Check that an engine's ranks are cut in a way that TierKV serves: tensor and pipeline parallel, on one host.
 
     Raises:
         ConfigError: they are not.
     """
     for name, what in (
-        ("pipeline_parallel_size", "whose ranks have other layers each"),
         ("decode_context_parallel_size", "whose ranks have other tokens of a block each"),
         ("prefill_context_parallel_size", "whose ranks have other tokens of a block each"),
         ("nnodes_within_dp", "whose ranks share no host pool"),
@@ -142,14 +138,12 @@ def check_parallel(parallel: Any) -> None:
         value = getattr(parallel, name, 1)
         if value != 1:
             raise ConfigError(
-                f"{name}={value} is not served by TierKV {__version__}, {what}; use tensor_parallel_size on one host "
-                f"(data parallel replicas may share a disk_dir)"
+                f"{name}={value} is not served by TierKV {__version__}, {what}; use tensor_parallel_size and "
+                f"pipeline_parallel_size on one host (data parallel replicas may share a disk_dir)"
             )
-    if parallel.tensor_parallel_size > MAX_RANKS:
-        raise ConfigError(
-            f"tensor_parallel_size={parallel.tensor_parallel_size} is not served by TierKV {__version__}; "
-            f"use at most {MAX_RANKS}"
-        )
+    num_ranks = parallel.tensor_parallel_size * getattr(parallel, "pipeline_parallel_size", 1)
+    if num_ranks > MAX_RANKS:
+        raise ConfigError(f"{num_ranks} ranks are not served by TierKV {__version__}; use at most {MAX_RANKS}")
 
 
 def tensor_rank(parallel: Any) -> int:
@@ -159,6 +153,15 @@ def tensor_rank(parallel: Any) -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+def pipeline_rank(parallel: Any) -> int:
+    """Return this worker's pipeline stage."""
+    if getattr(parallel, "pipeline_parallel_size", 1) == 1:
+        return 0
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return int(get_pp_group().rank_in_group)
 
 
 class BlockTables:
@@ -213,6 +216,15 @@ def block_ids_of(scheduler_output: Any, req_id: str) -> Sequence[list[int]] | No
     return ids or None
 
 
+def boundary_states(scheduler_output: Any, req_id: str) -> Sequence[tuple[int, int, int]]:
+    """Return the blocks that hold recurrent state of a request once a step is over, as vLLM offers them (from 0.30 on).
+
+    Of each: KV cache group, block, and the tokens after which it is the state.
+    """
+    offers = getattr(scheduler_output.kv_connector_block_state, "boundary_state_offloads", None)
+    return list(offers.get(req_id, ())) if offers else []
+
+
 def scheduled(scheduler_output: Any) -> Iterable[tuple[str, int]]:
     """Yield (request id, tokens computed before this step) for each request scheduled in it."""
     for new in scheduler_output.scheduled_new_reqs:
@@ -227,6 +239,8 @@ def new_blocks(scheduler_output: Any) -> list[int]:
     for blocks in scheduler_output.scheduled_cached_reqs.new_block_ids:
         for group in blocks or ():
             ids += group
+    for copy in getattr(scheduler_output, "kv_cache_block_copies", None) or ():  # of partly filled blocks, to new ones
+        ids.append(copy.dst_block_id)
     return ids
 
 
@@ -238,20 +252,27 @@ def hit_sources(num_tokens: Mapping[str, int]) -> dict[Any, int]:
     return {names.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED): num for tier, num in num_tokens.items() if num}
 
 
-def is_plain_prompt(request: Any) -> bool:
-    """Return whether token ids and salt decide the KV of the request's prompt.
+def is_plain_prompt(request: Any, pools_behind_prefixes: bool = False) -> bool:
+    """Return whether the whole prompt is here, and generation is asked for, or pooling of what a prefix may stand for.
 
-    An adapter does too, which :mod:`tierkv_connector.adapters` tells. Requests with images, prompt embeddings, pooling
-    or streamed input keep to vLLM's own prefix cache.
+    Salt, adapter (:mod:`tierkv_connector.adapters`), token ids and what stands for some of them
+    (:mod:`tierkv_connector.extras`) then decide its KV. Streamed input keeps to vLLM's own prefix cache.
+
+    Args:
+        pools_behind_prefixes: see :func:`pools_behind_prefixes`.
     """
-    return (
-        request.prompt_token_ids is not None
-        and getattr(request, "prompt_embeds", None) is None
-        and getattr(request, "prompt_is_token_ids", None) is None
-        and not getattr(request, "mm_features", None)
-        and getattr(request, "pooling_params", None) is None
-        and not getattr(request, "resumable", False)
-    )
+    pools = getattr(request, "pooling_params", None) is not None
+    return (pools_behind_prefixes or not pools) and not getattr(request, "resumable", False)
+
+
+def pools_behind_prefixes(vllm_config: Any) -> bool:
+    """Return whether a pooling model gives the same where a prefix of its prompt is not computed.
+
+    That is so with causal attention and pooling of the last token. With attention in both directions the KV of a prefix
+    depends on what follows, and means and the like need every token's output; vLLM itself caches no prefix there.
+    """
+    cached = getattr(getattr(vllm_config, "cache_config", None), "enable_prefix_caching", False)
+    return bool(cached and getattr(vllm_config.model_config, "is_prefix_caching_supported", False))
 
 
 class GpuCache:
@@ -266,12 +287,21 @@ class GpuCache:
     def __init__(self, block_pool: Any, layout: Layout, hash_tokens: int) -> None:
         tables = layout.tables()
         known = all(table.block_tokens == hash_tokens for table in tables)
+        self._block_pool = block_pool
         self._pool = block_pool if known else None
         self._block_tokens = hash_tokens
         self._per_chunk = layout.chunk_tokens // layout.block_tokens
         self._all = [table.group_id for table in tables]
         self._whole = [table.group_id for table in tables if not table.window]
         self._windows = [table for table in tables if table.window]
+
+    def empty(self) -> bool:
+        """Return whether no request holds a block, and none is kept for another; True where that cannot be known."""
+        pool, cached = self._block_pool, getattr(self._block_pool, "cached_block_hash_to_block", None)
+        if cached is None:
+            return True
+        free: int = pool.get_num_free_blocks()
+        return free >= pool.num_gpu_blocks - 1 and not len(cached)  # one is the null block
 
     def has(self, request: Any, chunk: int) -> bool:
         """Return whether the last block of the request's chunk ``chunk`` is in the GPU's prefix cache."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierkv.config import EngineConfig
+from tierkv.errors import ConfigError
+from tierkv_connector import weights
 from tierkv_connector.compat import (
     BlockTables,
     KVConnectorBase_V1,
@@ -27,6 +30,7 @@ from tierkv_connector.compat import (
 )
 from tierkv_connector.metadata import TierKVMetadata, TierKVWorkerMetadata
 from tierkv_connector.observer import Observer
+from tierkv_connector.roles import Role
 from tierkv_connector.scheduler import Scheduler
 from tierkv_connector.stats import TierKVPromMetrics, TierKVStats
 from tierkv_connector.worker import Worker
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("tierkv")
+
+#: The connectors of this process's workers, by the engine's id.
+_WORKERS: weakref.WeakValueDictionary[str, TierKVConnector] = weakref.WeakValueDictionary()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,13 +66,14 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
 
 
 class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's connector (``kv_role="kv_both"``). See :class:`tierkv.config.EngineConfig` for its options."""
+    """vLLM's connector. See :class:`tierkv.config.EngineConfig` for its options, and :mod:`.roles` for its roles."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
         check_supported(vllm_config)
         config = EngineConfig.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        Role.of(vllm_config.kv_transfer_config.kv_role, config.decode_blocks)  # raises where the two do not go together
         self._broken = False
         self._claims: dict[str, tuple[list[int], int]] = {}  # of this step: blocks, and tokens that are claimed
         self._tables = BlockTables()
@@ -74,10 +82,26 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._seen: Observer | None = None
         if role == KVConnectorRole.SCHEDULER:
             warn_if_untested()
+            weights.watch()
             self._sched = Scheduler(config, vllm_config, kv_cache_config)
             self._seen = Observer(self._sched, vllm_config, self._sched.hash_tokens)
         else:
+            self._be_the_only_one(vllm_config.kv_transfer_config.engine_id)
             self._work = Worker(config, vllm_config, kv_cache_config)
+
+    def _be_the_only_one(self, engine_id: str) -> None:
+        """Check that no other connector in this worker is one of ours.
+
+        Raises:
+            ConfigError: a MultiConnector has two.
+        """
+        other = _WORKERS.get(engine_id)
+        if other is not None and other._work is not None:
+            raise ConfigError(
+                "a MultiConnector has TierKVConnector twice, and an engine has one host pool; leave one of them out: "
+                "all tiers are behind one (shared_url, disk_dir)"
+            )
+        _WORKERS[engine_id] = self
 
     def _break(self, where: str) -> None:
         self._broken = True
@@ -93,6 +117,18 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._work is not None
         self._work.register_kv_caches(kv_caches)
+
+    @guarded(lambda: None)
+    def unregister_kv_caches(self) -> None:
+        """Called by vLLM from 0.33 on before a sleep takes the caches' memory."""
+        if self._work:
+            self._work.unregister_kv_caches()
+
+    @guarded(lambda: None)
+    def restore_kv_caches(self) -> None:
+        """Called by vLLM from 0.33 on when the memory is there again."""
+        if self._work:
+            self._work.restore_kv_caches()
 
     @guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -209,6 +245,8 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             loaded, report = set(connector_output.finished_recving or ()), None
             if isinstance(meta, TierKVWorkerMetadata):
                 report = meta
+            if getattr(connector_output, "invalid_block_ids", None):
+                self._sched.spill.spoil()
             self._sched.update_connector_output(loaded, report)
             if self._seen:
                 self._seen.ended(loaded, report)
@@ -225,15 +263,18 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
         """What vLLM calls instead, because models with several KV cache groups are served."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
 
+    @guarded(dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Called by vLLM from 0.32 on, right after :meth:`update_state_after_alloc`."""
         if self._seen is None or not num_external_tokens:
             return {}
         return hit_sources(self._seen.sources(request, num_external_tokens))
 
+    @guarded(tuple)
     def take_events(self) -> Iterable[Any]:
         return self._seen.take_events() if self._seen else ()
 
+    @guarded(lambda: None)
     def get_kv_connector_stats(self) -> TierKVStats | None:
         """What was counted since the last call. The worker half counts nothing: it reports to the scheduler half."""
         return self._seen.take_stats() if self._seen else None
@@ -262,12 +303,25 @@ class TierKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._sched.reset_cache()
         return True
 
+    @guarded(lambda: None)
+    def weights_change(self) -> None:
+        """Somebody is about to change the engine's weights (:mod:`tierkv_connector.weights`)."""
+        if self._sched:
+            self._sched.weights_change()
+
+    @guarded(lambda: None)
+    def weights_version(self, version: str) -> None:
+        """vLLM was told what the engine's weights are called."""
+        if self._sched:
+            self._sched.weights_version(version)
+
     # -- both
 
     def shutdown(self) -> None:
         for half in (self._sched, self._work):
             if half:
                 half.close()
+        self._work = None
 
 
 def _log_like_vllm() -> None:

@@ -135,10 +135,27 @@ class EventQueue:
         begin, lora = position * self._chunk_tokens, getattr(request, "lora_request", None)
         names = (lora.name,) if lora else ()
         salt = (request.cache_salt,) if request.cache_salt and not position else ()
+        extra: list[Any] = [(*names, *salt) or None, *[names or None] * (per_chunk - 1)]
+        if state.content is not None:
+            extra = extra_keys(request, range(begin, begin + self._chunk_tokens, self._hash_tokens))
         return _Chunk(
             hashes=tuple(self._external(each) for each in hashes),
             parent=self._external(request.block_hashes[first - 1]) if first else None,
             token_ids=list(request.all_token_ids[begin : begin + self._chunk_tokens]),
             lora=lora,
-            extra=[(*names, *salt) or None, *[names or None] * (per_chunk - 1)],
+            extra=extra,
         )
+
+
+def extra_keys(request: Any, blocks: range) -> list[Any]:
+    """Return what vLLM's own events say of blocks with images or embeddings in them, a value a block.
+
+    Args:
+        request: vLLM's.
+        blocks: the first token of each block, as far apart as blocks are long.
+    """
+    from vllm.v1.core import kv_cache_utils as theirs
+
+    keys = [theirs.generate_block_hash_extra_keys(request, at, at + blocks.step, 0)[0] for at in blocks]
+    shown = getattr(theirs, "to_event_extra_keys", None)  # from 0.31 on, keys have tags that events have not
+    return list(shown(keys) or ()) if shown is not None else keys

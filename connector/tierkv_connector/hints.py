@@ -15,6 +15,7 @@ from typing import Any
 
 from tierkv.config import HintLimits
 from tierkv.sessions import session_digest
+from tierkv_connector.awaited import Awaited, read_awaited, without_answer
 
 logger = logging.getLogger("tierkv")
 
@@ -40,27 +41,44 @@ class Hints:
         store: what of it is stored below the GPU: ``"none"``, ``"prompt"`` or ``"all"``, generated tokens too.
         tiers: what it may load from.
         prefetch: ``"disk"``, ``"host"``, or empty.
+        handoff: another engine will wait for its chunks; None: it did not say.
+        awaits: another engine's chunks that it is to wait for, or None.
         ignored: for each hint that does not hold, why.
         limited: for each hint that holds in part, what of it.
     """
 
-    __slots__ = ("ignored", "limited", "prefetch", "priority", "release", "retain_s", "session", "store", "tiers")
+    __slots__ = (
+        "awaits",
+        "handoff",
+        "ignored",
+        "limited",
+        "prefetch",
+        "priority",
+        "release",
+        "retain_s",
+        "session",
+        "store",
+        "tiers",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, store: str = "prompt") -> None:
         self.session = b""
         self.priority = 0
         self.retain_s: float | None = None
         self.release = False
-        self.store = "prompt"
+        self.store = store
         self.tiers = TIERS
         self.prefetch = ""
+        self.handoff: bool | None = None
+        self.awaits: Awaited | None = None
         self.ignored: dict[str, str] = {}
         self.limited: dict[str, str] = {}
 
     def keep_to_gpu(self) -> None:
         """Take note that the request is of a kind whose KV is neither stored nor loaded."""
         self.store, self.tiers, self.prefetch = "none", frozenset(), ""
-        self.ignored["request"] = "its KV keeps to vLLM's own cache: token ids alone do not decide it"
+        self.handoff = self.awaits = None
+        self.ignored["request"] = "its KV keeps to vLLM's own cache: what decides it is not known by its content"
 
 
 class Outcome:
@@ -121,10 +139,12 @@ class HintReader:
     Args:
         limits: what they may ask for.
         clock: monotonic seconds, for the rate of log lines.
+        store: what of a request is stored where it does not say.
     """
 
-    def __init__(self, limits: HintLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limits: HintLimits, clock: Callable[[], float] = time.monotonic, store: str = "prompt") -> None:
         self._limits = limits
+        self._store = store
         self._clock = clock
         self._counts: Counter[str] = Counter()
         self._logged: dict[str, float] = {}
@@ -142,9 +162,9 @@ class HintReader:
         actions = _actions(getattr(request, "kv_hints", None))
         if not given and not actions:
             return None
-        hints = Hints()
+        hints = Hints(self._store)
         said: dict[str, Any] = {}
-        for payload in (*actions, own if given else {}):
+        for payload in (*actions, without_answer(own) if given else {}):
             if isinstance(payload, Mapping):
                 said |= {str(name): value for name, value in payload.items()}
             else:
@@ -252,6 +272,16 @@ def _prefetch(hints: Hints, value: Any, limits: HintLimits, tenant: bytes) -> st
     return ""
 
 
+def _handoff(hints: Hints, value: Any, limits: HintLimits, tenant: bytes) -> str:
+    if isinstance(value, bool):
+        hints.handoff = value
+        return ""
+    hints.awaits = read_awaited(value)
+    if hints.awaits is None:
+        return f"{_shown(value)} is neither true, nor false, nor what an engine answered under this name"
+    return ""
+
+
 _TAKERS: dict[str, Callable[[Hints, Any, HintLimits, bytes], str]] = {
     "session": _session,
     "priority": _priority,
@@ -260,6 +290,7 @@ _TAKERS: dict[str, Callable[[Hints, Any, HintLimits, bytes], str]] = {
     "store": _store,
     "load": _load,
     "prefetch": _prefetch,
+    "handoff": _handoff,
 }
 
 

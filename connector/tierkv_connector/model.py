@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ class UnknownIdentityError(Exception):
     """The weights cannot be named by their content; the message says why."""
 
 
-def resolve_identity(vllm_config: Any) -> bytes:
+def resolve_identity(vllm_config: Any, weights_are_named: bool = False) -> bytes:
     """Return the 32-byte identity of the engine's model. Reads every weight file that is not remembered.
+
+    Args:
+        weights_are_named: a ``weights_version`` tells the weights, where no file does.
 
     Raises:
         UnknownIdentityError: the weights cannot be named by their content.
@@ -28,6 +32,8 @@ def resolve_identity(vllm_config: Any) -> bytes:
     model = vllm_config.model_config
     load_format = str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format))
     if load_format in _NO_FILES:
+        if weights_are_named:
+            return identity_digest({}, _settings(vllm_config) | {"weights": "named", "config": _plain(_config(model))})
         raise UnknownIdentityError(f"load_format={load_format!r} does not read the weights from files")
     hashes = FileHashes(hashes_path())
     try:
@@ -47,6 +53,35 @@ def lora_settings(vllm_config: Any) -> dict[str, Any]:
     """Return what besides an adapter's files decides what it does to the KV, as plain values."""
     lora = getattr(vllm_config, "lora_config", None)
     return {"dtype": str(getattr(lora, "lora_dtype", None))} if lora is not None else {}
+
+
+def item_settings(vllm_config: Any) -> dict[str, Any] | str | None:
+    """Return what besides an item decides what the encoder makes of it, as plain values.
+
+    What is off is left out, so that versions of vLLM that do not know it agree. A text says why items cannot be told;
+    None: the model takes none.
+    """
+    mm = getattr(vllm_config.model_config, "multimodal_config", None)
+    if mm is None:
+        return None
+    if str(getattr(mm, "mm_processor_cache_type", "")) == "shm":
+        return "with mm_processor_cache_type='shm' the items do not come to vLLM's scheduler; use 'lru'"
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        return "what the encoder makes of an item comes from another engine (ec_transfer_config)"
+    scales = getattr(mm, "mm_encoder_fp8_scale_path", None)
+    if getattr(mm, "mm_encoder_attn_dtype", None) and not scales:
+        return "mm_encoder_attn_dtype without mm_encoder_fp8_scale_path: scales follow from earlier items"
+    rate = getattr(mm, "video_pruning_rate", None)
+    lora = getattr(vllm_config, "lora_config", None)
+    settings: dict[str, Any] = {
+        "mm_processor_kwargs": _plain(getattr(mm, "mm_processor_kwargs", None)),
+        "mm_encoder_attn_dtype": getattr(mm, "mm_encoder_attn_dtype", None),
+        "mm_encoder_fp8_scales": hashlib.sha256(Path(scales).read_bytes()).digest() if scales else None,
+        "video_pruning_rate": float(rate) if rate else None,
+        "video_pruning_method": str(getattr(mm, "video_pruning_method", "evs")) if rate else None,
+        "enable_tower_connector_lora": bool(getattr(lora, "enable_tower_connector_lora", False)),
+    }
+    return {name: value for name, value in settings.items() if value}
 
 
 def _directory(model: Any) -> Path:
@@ -76,6 +111,12 @@ def _settings(vllm_config: Any) -> dict[str, Any]:
         "sliding_window": getattr(cache, "sliding_window", None),
         "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
     }
+
+
+def _config(model: Any) -> dict[str, Any]:
+    """Return the model's configuration without what says where it is and by what it was written."""
+    config: dict[str, Any] = model.hf_config.to_dict()
+    return {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,8 @@
     DONE       nothing                                     LOADING (preempted and claimed again in one step)
 
 A plan begins READY; a request that is planned again gets a new one. A plan never answers vLLM: the host index does.
-While a plan is MATCHING or FETCHING within its deadline, vLLM is told to ask again.
+While a plan is MATCHING or FETCHING within its deadline, vLLM is told to ask again. A plan that awaits what another
+engine is about to store stays FETCHING until all of it has been found, or is READY where it could not start yet.
 """
 
 from __future__ import annotations
@@ -58,16 +59,27 @@ class Plan:
         fetches: FETCH commands whose results have not been taken note of.
         shared_waits: entries that another plan's fetch fills and that this one wants.
         leased: entries that this plan keeps from eviction.
+        awaited: another engine is said to store the chunks before this one in a moment; 0: nothing is awaited.
+        queued: it waits for room in the budgets, and its request for it (as it awaits chunks).
+        again: the outstanding question for the rest of what is awaited, or None.
+        ask_at, pause_s: when that may be asked next, and how long after the one before.
+        denied: the filter of stored keys said last that the next of them is not there.
     """
 
     __slots__ = (
+        "again",
+        "ask_at",
+        "awaited",
         "deadline",
+        "denied",
         "fetches",
         "gpu_run",
         "lane",
         "leased",
         "match",
         "next",
+        "pause_s",
+        "queued",
         "shared_waits",
         "start",
         "state",
@@ -86,6 +98,11 @@ class Plan:
         self.fetches: list[Fetch] = []
         self.shared_waits: list[Entry] = []
         self.leased: list[Entry] = []
+        self.awaited = 0
+        self.queued = False
+        self.again: MatchReply | None = None
+        self.ask_at = self.pause_s = 0.0
+        self.denied = False
 
     def to(self, state: State) -> None:
         """Move to ``state``. A transition that the table lacks is a fault of ours."""
@@ -94,8 +111,24 @@ class Plan:
         assert state in TRANSITIONS[self.state], f"a plan went from {self.state.name} to {state.name}"
         self.state = state
 
+    def await_chunks(self, awaits: tuple[int, float] | None, now: float) -> None:
+        """Wait for what another engine is about to store: so many chunks of the chain, up to a monotonic time."""
+        if awaits is not None and now < awaits[1]:
+            self.awaited = min(awaits[0], self.stop)
+            self.deadline = awaits[1]
+        if self.awaited <= self.start:
+            self.awaited, self.deadline = 0, 0.0
+
+    def stop_awaiting(self) -> int:
+        """Await nothing any more, and return how many of the awaited chunks were not found."""
+        matched = len(self.match.letters or b"") if self.match is not None else 0
+        awaited, self.awaited = self.awaited, 0
+        return max(0, awaited - self.start - matched)
+
     def pending(self, now: float) -> bool:
         """Return whether vLLM should wait for it: something is on its way, within the deadline. Pure."""
+        if self.queued and self.state is State.READY:
+            return now < self.deadline
         if self.state not in (State.MATCHING, State.FETCHING) or now >= self.deadline:
             return False
         match = self.match
@@ -106,6 +139,8 @@ class Plan:
         if self.failed():
             return False
         matched = len(match.letters or b"") if match is not None else 0
+        if self.start + matched < min(self.awaited, self.stop):
+            return True
         return any(f.results is None for f in self.fetches) or self.next < min(self.stop, self.start + matched)
 
     def failed(self) -> bool:
@@ -126,6 +161,7 @@ class Plan:
             "fetches": [([e.slot for e in f.entries], f.results, f.released, f.applied) for f in self.fetches],
             "shared_waits": [e.key for e in self.shared_waits],
             "leased": [(e.key, e.slot) for e in self.leased],
+            "awaited": (self.awaited, self.queued, self.again and (self.again.letters,), self.ask_at, self.denied),
         }
 
 

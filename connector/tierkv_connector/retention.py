@@ -12,6 +12,7 @@ from typing import Any
 from tierkv.client import StoreClient
 from tierkv.config import HintLimits
 from tierkv.hostindex import HostIndex
+from tierkv.messages import RequestNote
 from tierkv.policy import Hint
 from tierkv.sessions import SESSION_NBYTES, SessionBook, SessionLimits, SessionTurn
 from tierkv_connector.requests import RequestState
@@ -56,11 +57,13 @@ class Retention:
         outcome = state.outcome
         if outcome is None:
             self._index.note(state.keys)
+            _note_below(state, client)
             return False
         hints = outcome.hints
         retain_s = hints.retain_s if self._holds(state) else None
         session = hints.session.hex()
         self._index.note(state.keys, Hint(session, retain_s, hints.release, hints.priority))
+        _note_below(state, client)
         first = hints.session in self._first
         self._first.pop(hints.session, None)
         if hints.prefetch:
@@ -141,3 +144,17 @@ class Retention:
                 prefetch=prefetch,
             )
         )
+
+
+def _note_below(state: RequestState, client: StoreClient | None) -> None:
+    """Tell the store server what a request asks for, once; what others must not see stays here."""
+    if client is None or not client.connected() or not state.shareable or not state.keys:
+        return
+    if state.store == "none" and state.tiers <= {"host"}:
+        return
+    hints = state.outcome.hints if state.outcome is not None else None
+    chain = b"".join(state.keys)
+    if hints is None:
+        client.note(RequestNote(state.tenant, chain))
+    else:
+        client.note(RequestNote(state.tenant, chain, hints.session, hints.retain_s, hints.release, hints.priority))

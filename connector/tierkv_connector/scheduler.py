@@ -36,22 +36,29 @@ from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key, tenant_digest
 from tierkv.launcher import Launcher
 from tierkv.layout import Namespace
 from tierkv.messages import FROM_DISK, FROM_SHARED, Hello, HostEntry, HostStat
+from tierkv.policy import DEFAULT_POLICY, make_policy
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
 from tierkv.server_config import ServerConfig
 from tierkv.threads import leave_compute_core
 from tierkv_connector.adapters import Adapters
+from tierkv_connector.admission import saves_ahead
 from tierkv_connector.asked import note_asked
 from tierkv_connector.blocks import RequestBlocks
-from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, scheduled
+from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, pools_behind_prefixes, scheduled
 from tierkv_connector.costs import CostGate
+from tierkv_connector.epochs import Epochs
+from tierkv_connector.extras import Content, Contents
+from tierkv_connector.handoff import FIRST_PAUSE_S, ask_again, take_up
 from tierkv_connector.hints import TIERS, HintReader, Outcome
 from tierkv_connector.metadata import LoadJob, Piece, TierKVMetadata, TierKVWorkerMetadata
-from tierkv_connector.model import UnknownIdentityError, hashes_path, lora_settings, resolve_identity
+from tierkv_connector.model import UnknownIdentityError, hashes_path, item_settings, lora_settings, resolve_identity
 from tierkv_connector.plan import Plan, State
+from tierkv_connector.recurrent import States
 from tierkv_connector.requests import RequestState
 from tierkv_connector.retention import Retention
-from tierkv_connector.spill import Spiller, saves_ahead
+from tierkv_connector.roles import Role
+from tierkv_connector.spill import Spiller
 from tierkv_connector.syncload import SyncLoads
 
 logger = logging.getLogger("tierkv")
@@ -84,11 +91,14 @@ class Scheduler:
         engine_id = vllm_config.kv_transfer_config.engine_id
         offer, fds = get_pool(engine_id)
         pool = HostPool.from_fds(offer.shape, fds)
-        self._setup(config, offer, pool, engine_id, clock, lora_settings(vllm_config))
+        kv_role = vllm_config.kv_transfer_config.kv_role
+        self._setup(config, offer, pool, engine_id, clock, lora_settings(vllm_config), kv_role)
+        self.contents = Contents(self.layout.chunk_tokens, item_settings(vllm_config))
         self.hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or offer.layout.block_tokens
+        self._pools = pools_behind_prefixes(vllm_config)
         names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
         self._model = names if isinstance(names, str) else str(names[0])
-        logger.info("TierKV %s: %s", __version__, config.describe())
+        logger.info("TierKV %s: %s%s", __version__, config.describe(), self.role.describe())
         self._start_identity(vllm_config)
 
     def _setup(
@@ -99,13 +109,15 @@ class Scheduler:
         engine_id: str,
         clock: Any,
         adapter_settings: Mapping[str, Any] = {},
+        kv_role: str = "kv_both",
     ) -> None:
         self.config = config
+        self.role = Role.of(kv_role, config.decode_blocks)
         self.layout = offer.layout
-        self._shard = offer.shard
+        self._shard = offer.namespace_shard
         self._tables = offer.layout.tables()
         self.pool = pool
-        self.index = HostIndex(pool)
+        self.index = HostIndex(pool, make_policy(config.policy.get("host", DEFAULT_POLICY)))
         self.client: StoreClient | None = None
         self.counters: Counter[str] = Counter()
         self.costs = CostGate(self.layout.chunk_tokens, pool.shape.payload_nbytes) if config.cost_gate else None
@@ -120,8 +132,8 @@ class Scheduler:
         self._identity = secrets.token_bytes(32)  # until the content's is known: nobody else's
         self._shareable = False
         self._found: tuple[bytes, StoreClient | None] | None = None
-        self._epoch = 0
-        self._epoch_nonce = b""
+        self.epochs = Epochs(config.weights_version)
+        self._pools = False
         self._plans: dict[str, Plan] = {}  # started and not over
         self._unstarted: dict[str, RequestState] = {}  # whose plans wait for room in the budgets, in vLLM's order
         self._fetch_nbytes = 0  # of FETCH commands whose slots the store server may still write
@@ -134,11 +146,14 @@ class Scheduler:
         self._claims: list[tuple[RequestState, Sequence[Sequence[int]], int]] = []  # until the step shows their kind
         # With windows vLLM is told of failed loads by their requests, which goes for those that wait only.
         sync_nbytes = 0 if self._tables[0].window else config.sync_load_bytes
-        self.loads = SyncLoads(sync_nbytes, self._shard, len(self._tables))
+        self.loads = SyncLoads(sync_nbytes, offer.shard, len(self._tables))
         self.spill = Spiller(self.index, offer.layout, self.counters)
-        self.hints = HintReader(config.hints, clock)
+        self.states = States(offer.layout, pool)
+        self.hints = HintReader(config.hints, clock, self.role.store)
         self.retention = Retention(self.index, config.hints, clock)
         self.adapters = Adapters(FileHashes(hashes_path()), adapter_settings)
+        self.contents = Contents(self.layout.chunk_tokens, None)
+        self._unhashed: dict[str, RequestState] = {}  # whose images or embeddings are being hashed
         self._waiting: dict[str, RequestState] = {}
         self._closed = False
 
@@ -153,7 +168,7 @@ class Scheduler:
         def work() -> None:
             leave_compute_core()
             try:
-                identity = resolve_identity(vllm_config)
+                identity = resolve_identity(vllm_config, self.config.weights_version is not None)
                 self._found = (identity, self._connect(identity))
             except UnknownIdentityError as error:
                 logger.warning("%s: KV is kept on GPU and host only", error)
@@ -181,7 +196,13 @@ class Scheduler:
         if config.server == "auto":
             launcher = Launcher(
                 ServerConfig.make(
-                    config.disk_dir, config.disk_bytes, config.shared_url, config.socket, LINGER_S, config.spill
+                    config.disk_dir,
+                    config.disk_bytes,
+                    config.shared_url,
+                    config.socket,
+                    LINGER_S,
+                    config.spill,
+                    config.policy.get("disk", DEFAULT_POLICY),
                 )
             )
         hello = Hello(
@@ -202,6 +223,10 @@ class Scheduler:
             if any(welcome.spill.get(tier, policy) != policy for tier, policy in config.spill.items()):
                 held = ", ".join(f"{tier} {policy}" for tier, policy in welcome.spill.items())
                 logger.warning("that store server's spill policies hold: %s; this engine asked for others", held)
+            if welcome.policy != (wanted := config.policy.get("disk", welcome.policy)):
+                logger.warning(
+                    "that store server's disk has the policy %s; this engine asked for %s", welcome.policy, wanted
+                )
         return client
 
     def _adopt_identity(self) -> None:
@@ -220,17 +245,52 @@ class Scheduler:
         """Compute the request's keys and start its plan."""
         self._apply_replies()
         self._adopt_identity()
+        if not self.epochs.clean and self._gpu.empty():
+            self._new_epoch(self.epochs.gpu_was_emptied)
         tenant = (request.cache_salt or "").encode()
-        hints = self.hints.read(request, tenant_digest(tenant))
-        root = self._root(request, tenant) if is_plain_prompt(request) else None
+        hints = self.role.fit(self.hints.read(request, tenant_digest(tenant)))
+        plain = is_plain_prompt(request, self._pools)
+        root = self._root(request, tenant) if plain else None
+        pooled = not plain and getattr(request, "pooling_params", None) is not None  # like all of this engine
+        content = None if pooled else self.contents.of(request, root)
+        if content is not None and not (content.awaited or content.known):
+            root = None
         if root is None and hints is None:
             return
-        state = self._new_state(request, tenant, root)
+        state = self._new_state(request, tenant, root, content)
         if hints is not None:
             state.outcome = Outcome(hints)
             if root is None:
                 hints.keep_to_gpu()
-        if not state.keys and hints is None:
+        if root is not None and content is not None and content.awaited:
+            content.deadline = self._clock() + self.config.deadline_s
+            self._unhashed[request.request_id] = self.requests[request.request_id] = state
+            self._waiting[request.request_id] = state
+        else:
+            self._arrive(state)
+
+    def _note_contents(self) -> None:
+        """Go on with requests whose images or embeddings have been hashed, or that have waited for it long enough."""
+        for req_id, state in list(self._unhashed.items()):
+            content = state.content
+            assert content is not None
+            if content.awaited and (self._clock() >= content.deadline or req_id not in self._waiting):
+                content.give_up()
+            if content.awaited:
+                continue
+            del self._unhashed[req_id]
+            if content.known and state.epoch == self._epoch and req_id in self._waiting:
+                state.keys = content.keys
+                self._arrive(state)
+            elif state.outcome is not None:
+                state.outcome.hints.keep_to_gpu()
+
+    def _arrive(self, state: RequestState) -> None:
+        """Plan a new request whose keys are known."""
+        request = state.request
+        if state.outcome is not None:
+            take_up(state, self._ns_id, self._clock() + self.config.deadline_s)
+        elif not state.keys:
             return
         first = self.retention.arrived(state, self.client)
         self.requests[request.request_id] = state
@@ -245,6 +305,9 @@ class Scheduler:
 
         Pure: it allocates, pins, promotes, touches, sends and records nothing.
         """
+        unhashed = self._unhashed.get(request.request_id)
+        if unhashed is not None and unhashed.content is not None and self._clock() < unhashed.content.deadline:
+            return None, False
         state = self.requests.get(request.request_id)
         if state is None or state.no_load or state.epoch != self._epoch or request.skip_reading_prefix_cache:
             return 0, False
@@ -260,9 +323,10 @@ class Scheduler:
             return None, False
         plan = state.plan
         waits = plan is not None and plan.pending(now)  # before the index: what arrives in between is not overlooked
-        end = self.index.run_end(state.keys, first, stop)
+        end = self.index.run_end(state.keys, first, stop, state.run)
         if waits and plan is not None and plan.start <= end < min(stop, plan.stop):
             return None, False
+        end = self.states.last(self.index, state.keys, first, end)
         num_tokens = end * size - num_computed_tokens
         if num_tokens <= 0:
             return 0, False
@@ -273,6 +337,8 @@ class Scheduler:
         state = self.requests.get(request.request_id)
         if state is None:
             return
+        if state.plan is not None and (num_late := state.plan.stop_awaiting()):
+            self.counters["awaited_late"] += num_late
         if num_external_tokens:
             claim = state, blocks.get_block_ids(), num_external_tokens
             if self._num_claimed_nbytes(num_external_tokens) <= self.loads.sync_nbytes:
@@ -288,10 +354,11 @@ class Scheduler:
         self._plan_claims(scheduler_output)
         self._apply_replies()
         self._adopt_identity()
+        self._note_contents()
         self._note_step(scheduler_output)
         loads, self._loads = self._loads, []
         fence = self._fence(scheduler_output, loads) if self.spill.copying else []
-        stores = self.spill.plan(scheduler_output, self.requests, self._epoch)
+        stores = self.spill.plan(scheduler_output, self.requests, self._epoch, self.client)
         for req_id, _ in scheduled(scheduler_output):
             self._waiting.pop(req_id, None)
         for req_id in scheduler_output.preempted_req_ids or ():
@@ -303,7 +370,7 @@ class Scheduler:
             self._plan(state)
         self._replan_waiting()
         self._advance_plans()
-        self.spill.advance(self.client)
+        self.spill.advance(self.client if self.role.stores else None)
         return TierKVMetadata(loads, stores, fence)
 
     def _num_claimed_nbytes(self, num_tokens: int) -> int:
@@ -376,6 +443,7 @@ class Scheduler:
         """
         state = self.requests.pop(request.request_id, None)
         self._waiting.pop(request.request_id, None)
+        self._unhashed.pop(request.request_id, None)
         if state is None:
             return None
         if state.load is not None:
@@ -386,7 +454,11 @@ class Scheduler:
         if state.epoch == self._epoch:
             self.retention.finished(state, self.client)
         num_prompt_tokens = getattr(request, "num_prompt_tokens", None) or len(request.prompt_token_ids or ())
-        return state.outcome.answer(num_prompt_tokens, self.layout.chunk_tokens)
+        size = self.layout.chunk_tokens
+        answer = state.outcome.answer(num_prompt_tokens, size)
+        if state.promised and state.epoch == self._epoch:
+            self.spill.handoffs.tell(state, answer, num_prompt_tokens // size, size, self._ns_id)
+        return answer
 
     def has_pending_stores(self) -> bool:
         """Return whether copies to the host pool are under way: vLLM is to keep stepping until they are reported."""
@@ -394,16 +466,35 @@ class Scheduler:
 
     def reset_cache(self) -> None:
         """Start a new epoch: nothing stored so far is answered any more, nothing of the old epoch is stored."""
+        self._new_epoch(lambda: self.epochs.reset(gpu_is_empty=self._gpu.empty()))
+
+    def weights_change(self) -> None:
+        """Start an epoch of this engine's own: somebody is about to change its weights."""
+        self._new_epoch(lambda: self.epochs.weights_change(gpu_is_empty=self._gpu.empty()))
+
+    def weights_version(self, version: str) -> None:
+        """Start the epoch of weights that are called ``version``."""
+        self._new_epoch(lambda: self.epochs.tell(version, gpu_is_empty=self._gpu.empty()))
+
+    def _new_epoch(self, begin: Callable[[], object]) -> None:
+        """Begin an epoch, and drop what the last one had, where another one it is."""
+        before = self._epoch
+        begin()
+        if self._epoch == before:
+            return
         for state in self.requests.values():
             if state.load is None:
                 self._end_plan(state)
         self.index.clear()
-        self._epoch += 1
-        self._epoch_nonce = secrets.token_bytes(16)
         self._loading.clear()
-        logger.warning(
-            "the cache was reset: the host tier is empty, and what is computed from now on stays on this host"
-        )
+
+    @property
+    def _epoch(self) -> int:
+        return self.epochs.number
+
+    @property
+    def _epoch_nonce(self) -> bytes:
+        return self.epochs.name
 
     def close(self) -> None:
         """Leave the store server and unmap the pool. Idempotent."""
@@ -411,6 +502,7 @@ class Scheduler:
             return
         self._closed = True
         self.adapters.close()
+        self.contents.close()
         found = self._found[1] if self._found else None
         for client in {c for c in (self.client, found) if c}:
             client.close()
@@ -423,17 +515,24 @@ class Scheduler:
         root = root_key(self._identity, self._epoch_nonce, tenant)
         return self.adapters.root(root, getattr(request, "lora_request", None))
 
-    def _new_state(self, request: Any, tenant: bytes, root: bytes | None) -> RequestState:
-        shareable = self._shareable and not self._epoch_nonce
-        keys = chain_keys(root, request.prompt_token_ids, self.layout.chunk_tokens) if root is not None else []
-        return RequestState(request, root or b"", keys, tenant_digest(tenant), self._epoch, shareable)
+    def _new_state(
+        self, request: Any, tenant: bytes, root: bytes | None, content: Content | None = None
+    ) -> RequestState:
+        shareable = self._shareable and self.epochs.shared
+        keys: list[bytes] = []
+        if root is not None:
+            size = self.layout.chunk_tokens
+            keys = content.keys if content else chain_keys(root, request.prompt_token_ids, size)
+        state = RequestState(request, root or b"", keys, tenant_digest(tenant), self.epochs.of_new_requests, shareable)
+        state.role, state.content = self.role, content
+        return state
 
     def _plan(self, state: RequestState) -> None:
         """Touch what the request finds in the host pool, and start to fetch what it does not."""
         request, size = state.request, self.layout.chunk_tokens
         gpu_run = self._gpu.run(request)
         stop = min(len(state.keys), (request.num_tokens - 1) // size)
-        start = self.index.run_end(state.keys, min(gpu_run, stop), stop)
+        start = self.index.run_end(state.keys, min(gpu_run, stop), stop, state.run)
         self.index.touch(state.keys[:start])
         if start and state.store != "none" and self.client is not None and self.client.connected():
             self.spill.note_use(state, start, self.client)
@@ -444,12 +543,14 @@ class Scheduler:
             return
         if state.tiers <= {"host"}:
             return
-        if self.client.denies(state.keys[start]):
+        plan.await_chunks(state.awaits, self._clock())
+        if not plan.awaited and self.client.denies(state.keys[start]):
             self.counters["filtered"] += 1
             return
         if self._may_start_plan():
             self._start_plan(state, plan)
         else:
+            plan.queued = bool(plan.awaited)
             self._unstarted[request.request_id] = state
 
     def _may_start_plan(self) -> bool:
@@ -459,13 +560,15 @@ class Scheduler:
         assert self.client is not None
         plan.to(State.MATCHING)
         plan.lane = self.client.next_lane()
-        plan.deadline = self._clock() + self.config.deadline_s
+        plan.deadline = plan.deadline or self._clock() + self.config.deadline_s
         self._plans[state.request.request_id] = plan
         self.counters["plans"] += 1
         plan.match = self.client.match(
             plan.lane, plan.start, state.anchor(plan.start), state.keys[plan.start : plan.stop]
         )
-        if state.tiers >= TIERS and not (self.costs and self.costs.doubtful):  # else the answer says what is fetched
+        plan.ask_at, plan.pause_s = self._clock() + FIRST_PAUSE_S, FIRST_PAUSE_S
+        doubtful = self.costs is not None and self.costs.doubtful
+        if state.tiers >= TIERS and not plan.awaited and not doubtful:  # else the answer says what is fetched
             self._fetch_next(state, plan, plan.stop)  # the first chunks without waiting for the answer
 
     def _advance_plans(self) -> None:
@@ -479,9 +582,13 @@ class Scheduler:
             if letters is not None and plan.state is State.MATCHING:
                 if not state.tiers >= TIERS:
                     plan.stop = min(plan.stop, plan.start + _allowed(letters, state.tiers))
-                if self.costs is not None:
+                if self.costs is not None and not plan.awaited:
                     self._cut(plan, letters[: plan.stop - plan.start], self.costs)
-                plan.to(State.FETCHING if letters or plan.fetches else State.READY)
+                plan.to(State.FETCHING if letters or plan.fetches or plan.awaited else State.READY)
+            if plan.awaited and self.client is not None:
+                if ask_again(plan, state, self.client, now):
+                    self.counters["asked_again"] += 1
+                letters = plan.match.letters if plan.match else b""
             if letters and plan.state is State.FETCHING and now < plan.deadline and not plan.failed():
                 while self._fetch_next(state, plan, min(plan.stop, plan.start + len(letters))):
                     pass
@@ -531,9 +638,9 @@ class Scheduler:
                 break
             entry = None
             if 2 * self._num_leased < self.pool.shape.num_slots:
-                entry = self.index.reserve(
-                    key, state.parent(i), i, self.layout.chunk_tokens, state.public_anchor(i), state.tenant
-                )
+                parent, tokens = state.parent(i), self.layout.chunk_tokens
+                keep = self.index.admits(key, parent)
+                entry = self.index.reserve(key, parent, i, tokens, state.public_anchor(i), state.tenant, keep=keep)
             if entry is None:
                 plan.stop = i  # the pool is full of what others hold: claim what arrives, compute the rest
                 break
@@ -630,6 +737,7 @@ class Scheduler:
             assert entry is not None and entry.usable, "a claimed chunk is not in the host pool"
             pieces.append(Piece.of(entry.slot, spans))
             entries.append(entry)
+        assert self.states.there(entries[-1]), "a claim ends with a chunk without recurrent state"
         for entry, claim in zip(entries, claims, strict=True):
             source = self.index.used(entry)
             self.counters[f"{source}_hits"] += 1
@@ -695,6 +803,10 @@ class Scheduler:
             return msgspec.json.encode(self.stat())
         return b""
 
+    @property
+    def _ns_id(self) -> bytes:
+        return Namespace(self._identity.hex(), self._model, self.layout, self._shard).ns_id()
+
     def stat(self) -> HostStat:
         """Return this engine's counters. Safe from any thread."""
         shape = self.pool.shape
@@ -707,7 +819,7 @@ class Scheduler:
         return HostStat(
             engine_id=self._engine_id,
             pid=os.getpid(),
-            namespace=Namespace(self._identity.hex(), self._model, self.layout, self._shard).ns_id().hex(),
+            namespace=self._ns_id.hex(),
             num_slots=shape.num_slots,
             num_entries=len(self.index),
             num_quarantined=self.index.num_quarantined,
@@ -715,6 +827,7 @@ class Scheduler:
             budget=shape.nbytes,
             num_evicted=self.index.num_evicted,
             counters=counters,
+            policy=self.config.policy.get("host", DEFAULT_POLICY),
         )
 
     def dump(self) -> dict[str, Any]:
@@ -735,7 +848,7 @@ class Scheduler:
             "num_leased": self._num_leased,
             "spill": self.spill.dump(),
             "retention": self.retention.dump(),
-            "epoch": (self._epoch, self._epoch_nonce, self._identity, self._shareable),
+            "epoch": (self.epochs.dump(), self._identity, self._shareable),
             "counters": dict(self.counters),
         }
 

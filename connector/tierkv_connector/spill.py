@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierkv.client import StoreClient
@@ -29,9 +29,12 @@ from tierkv.messages import (
     WANTED,
     StoreItem,
 )
+from tierkv_connector.admission import answered, keeps, saves_ahead
 from tierkv_connector.blocks import RequestBlocks
 from tierkv_connector.compat import block_ids_of, scheduled
+from tierkv_connector.handoff import Handoffs
 from tierkv_connector.metadata import Piece, RankCounts, StoreJob, TierKVWorkerMetadata
+from tierkv_connector.recurrent import States
 from tierkv_connector.requests import RequestState
 
 #: Counter of each reply letter of STORE (tierkv.messages), in chunks.
@@ -79,16 +82,19 @@ class Spiller:
     Attributes:
         copying: copies that the workers have not reported, by job id.
         queue: what is on its way to the store server.
+        handoffs: what other engines wait for.
     """
 
     def __init__(self, index: HostIndex, layout: Layout, counters: Counter[str]) -> None:
         self.copying: dict[int, Entry] = {}
         self.queue = StoreQueue()
+        self.handoffs = Handoffs(index, counters, self._offer)
         self._ranks = RankCounts(index.pool.shape.num_parts)
         self._failed: set[int] = set()  # copies that failed on some rank
         self._index = index
         self._layout = layout
         self._tables = layout.tables()
+        self._states = States(layout, index.pool)
         self._counters = counters
         self._payload_nbytes = index.pool.shape.payload_nbytes
         self._next_job = 0
@@ -97,7 +103,13 @@ class Spiller:
         self._saving: deque[Entry] = deque()  # pinned while they are sent; the reader thread takes note in _saved
         self._saved: deque[Entry] = deque()
 
-    def plan(self, scheduler_output: Any, requests: Mapping[str, RequestState], epoch: int) -> list[StoreJob]:
+    def plan(
+        self,
+        scheduler_output: Any,
+        requests: Mapping[str, RequestState],
+        epoch: int,
+        client: StoreClient | None = None,
+    ) -> list[StoreJob]:
         """Return copies of the prompt chunks that this step completes; requests of another epoch store nothing."""
         size = self._layout.chunk_tokens
         jobs: list[StoreJob] = []
@@ -110,6 +122,8 @@ class Spiller:
                 self._counters["missed"] += max(0, len(state.keys) - state.store_next)
                 if state.outcome is not None:
                     state.outcome.begins(num_computed)
+                if state.promised is not None:
+                    state.store_next = 0
             after = num_computed + scheduler_output.num_scheduled_tokens[req_id]
             if state.store == "none":
                 continue
@@ -117,36 +131,70 @@ class Spiller:
                 state.follow_outputs(size)
             end = min(len(state.keys), after // size)
             if state.store_next < end and state.epoch == epoch:
-                self._plan_chunks(scheduler_output, state, end, jobs)
+                states = self._states.of_step(scheduler_output, req_id, after)
+                self._plan_chunks(scheduler_output, state, end, states, jobs, client)
             state.store_next = max(state.store_next, end)
         return jobs
 
-    def _plan_chunks(self, scheduler_output: Any, state: RequestState, end: int, jobs: list[StoreJob]) -> None:
+    def _plan_chunks(
+        self,
+        scheduler_output: Any,
+        state: RequestState,
+        end: int,
+        states: Mapping[int, Mapping[int, int]],
+        jobs: list[StoreJob],
+        client: StoreClient | None,
+    ) -> None:
         blocks: RequestBlocks | None = None
         assert state.store_next is not None
         for i in range(state.store_next, end):
-            if self._index.get(state.keys[i]) is not None:
+            there = self._index.get(state.keys[i])
+            if there is not None and not (i in states and self._states.may_add(there)):
+                if state.promised is not None:
+                    self.handoffs.finds(state, i, there)
                 continue
             if blocks is None:
                 block_ids = block_ids_of(scheduler_output, state.request.request_id)
                 if block_ids is None:
                     return
                 blocks = RequestBlocks(self._layout, self._tables, block_ids)
-            spans = blocks.whole(i)
+            spans = blocks.whole(i, states.get(i))
             if spans is None:  # a window has passed a part: the chunk took several steps, and is longer than that lives
                 self._counters["not_spilled"] += 1
+                if state.promised is not None:
+                    self.handoffs.finds(state, i, None)
                 continue
+            keep = keeps(self._index, state, i, client) if there is None else not there.in_transit
+            if keep is None:
+                self._counters["not_admitted"] += end - i  # what follows is of no use without it
+                return
             entry = self._index.reserve(
-                state.keys[i], state.parent(i), i, self._layout.chunk_tokens, state.public_anchor(i), state.tenant
+                state.keys[i],
+                state.parent(i),
+                i,
+                self._layout.chunk_tokens,
+                state.public_anchor(i),
+                state.tenant,
+                keep=keep,
             )
             if entry is None:
                 self._counters["not_spilled"] += 1  # every slot is in use
                 continue
+            self._states.mark(entry.slot, i in states)
             self._next_job += 1
             self.copying[self._next_job] = entry
+            if state.promised is not None:
+                self.handoffs.computes(state, i, entry)
             if state.outcome is not None:
                 state.outcome.num_stored += 1
             jobs.append(StoreJob(self._next_job, Piece.of(entry.slot, spans)))
+
+    def spoil(self) -> None:
+        """Take every copy under way as failed: a step did not get what it was to have loaded, and went on all the same.
+
+        What it computed behind that is rubbish, of every request that shares it. vLLM computes it anew.
+        """
+        self._failed |= self.copying.keys()
 
     def copied(self, report: TierKVWorkerMetadata) -> list[Entry]:
         """Take note of copies that the workers report, and return the chunks that are in the host pool now."""
@@ -176,8 +224,12 @@ class Spiller:
         if not client.connected():
             self._unsent += [e for e in arrived if e.anchor]
             self._counters["not_sent"] += sum(bool(e.anchor) for e in arrived)
-        elif {Spill.THROUGH, Spill.SECOND_USE} & set(client.spill.values()):
-            self.send(arrived, client, COMPUTED)
+            return
+        self.handoffs.send([e for e in arrived if e.promised], client)
+        if {Spill.THROUGH, Spill.SECOND_USE} & set(client.spill.values()):
+            self.send([e for e in arrived if not e.promised], client, COMPUTED)
+        if saves_ahead(client.spill):  # what the pool does not keep is about to leave it
+            self.send([e for e in arrived if e.in_transit and not e.promised], client, EVICTED)
 
     def send(self, entries: Sequence[Entry], client: StoreClient, reason: int) -> None:
         """Send chunks to the store server, within the budget of the queue; what others must not see stays here."""
@@ -196,25 +248,33 @@ class Spiller:
             self._send_batch(batch, client, reason)
 
     def _send_batch(self, batch: list[Entry], client: StoreClient, reason: int) -> None:
+        if reason == EVICTED:  # what was sent before may have been for another tier, or declined
+            for entry in batch:
+                entry.saved = True
+                self._index.pin(entry)
+                self._saving.append(entry)
+        self._offer(batch, client, reason, self._saved.extend if reason == EVICTED else _nothing)
+
+    def _offer(
+        self, batch: Sequence[Entry], client: StoreClient, reason: int, over: Callable[[Sequence[Entry]], None]
+    ) -> None:
+        """Send chunks in one command; ``over`` is told when the server is done with their slots. From any thread."""
         nbytes = len(batch) * self._payload_nbytes
         self.queue.add(nbytes)
         for entry in batch:
             entry.num_sends += 1
-            if reason == EVICTED:  # what was sent before may have been for another tier, or declined
-                entry.saved = True
-                self._index.pin(entry)
-                self._saving.append(entry)
+            entry.sending = True
 
         def done(letters: bytes | None) -> None:
             self.queue.add(-nbytes)
             self.queue.count(len(batch), letters)
+            answered(batch, letters)
             if letters is None:
                 lost = [e for e in batch if e.num_sends < _MAX_SENDS]
                 for entry in lost:
                     entry.saved = False
                 self._unsent += lost
-            if reason == EVICTED:
-                self._saved.extend(batch)
+            over(batch)
 
         client.store([_item(entry, reason) for entry in batch], self._index.dropped, done)
 
@@ -248,13 +308,15 @@ class Spiller:
         client.use(run[0].position, run[0].anchor, [e.key for e in run], arrived)
 
     def apply_answers(self) -> None:
-        """Let go of the slots whose chunks were sent because they are to leave: the server has answered, or is out."""
+        """Let go of slots that were kept until the server had their chunks: it has answered, or is out."""
         while self._saved:
             self._saving.remove(entry := self._saved.popleft())
             self._index.unpin(entry)
+        self.handoffs.apply_answers()
 
     def advance(self, client: StoreClient | None) -> None:
         """Send what the server has asked for, what was lost, and what is about to leave the pool."""
+        self.handoffs.advance(client)
         if client is None or not client.connected():
             return
         while self._wanted:
@@ -271,10 +333,10 @@ class Spiller:
         num_slots, per_command = self._index.pool.shape.num_slots, _per_command(self._payload_nbytes)
         wanted = min(max(per_command, min(int(num_slots * _SAVE_AHEAD), _MAX_AHEAD)), num_slots // 2)
         room = (STORE_NBYTES // 2 - self.queue.nbytes) // self._payload_nbytes
-        num = wanted - self._index.num_free - len(self._saving)  # those are pinned: no victims yet
+        num = wanted - self._index.num_free - self._index.num_in_transit
         if num > 0 and room > 0:
-            victims = [entry for entry in self._index.next_victims(num) if entry.anchor]
-            self.send(victims[:room], client, EVICTED)
+            victims = [entry for entry in self._index.retire(min(num, room)) if entry.anchor and not entry.saved]
+            self.send(victims, client, EVICTED)
 
     def dump(self) -> dict[str, Any]:
         """Return the state as plain values, for tests that compare it."""
@@ -283,17 +345,16 @@ class Spiller:
             "next_job": self._next_job,
             "waiting": ([e.key for e in self._unsent], len(self._wanted), len(self._saving), len(self._saved)),
             "queue": (self.queue.nbytes, dict(self.queue.counters)),
+            "handoffs": self.handoffs.dump(),
         }
-
-
-def saves_ahead(spill: Mapping[str, str]) -> bool:
-    """Return whether what the host pool lets go is to go to the disk, or to the shared tier with no disk between."""
-    disk, shared = spill.get("disk"), spill.get("shared")
-    return disk == Spill.ON_EVICT or (shared == Spill.ON_EVICT and disk == Spill.NEVER)
 
 
 def _per_command(payload_nbytes: int) -> int:
     return max(1, COMMAND_NBYTES // payload_nbytes)
+
+
+def _nothing(batch: Sequence[Entry]) -> None:
+    pass
 
 
 def _item(entry: Entry, reason: int) -> StoreItem:

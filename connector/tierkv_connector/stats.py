@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tierkv_connector.spill import saves_ahead
+from tierkv_connector.admission import saves_ahead
 
 if TYPE_CHECKING:
     from tierkv_connector.scheduler import Scheduler

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from engine_process import CHUNK_TOKENS, THROUGH, Answer, Engine, Lab, Prompts, drain
+from lora_adapters import RANK, write_adapter
 from servers import RedisServer
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = Prompts(seed=13)
-#: Of the seeded model (scripts/seeded_model.py).
-HIDDEN, LAYERS, HEADS = 256, 4, {"q_proj": 4, "k_proj": 2, "v_proj": 2}
-RANK = 8
 NUM_CHUNKS = 4
-
-
-def write_adapter(path: Path, seed: int) -> str:
-    """Write an adapter whose weights follow from the seed, large enough that every token depends on it."""
-    random = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(LAYERS):
-        for name, heads in HEADS.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=random) / HIDDEN**0.5
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(heads * 64, RANK, generator=random) * 0.3
-    path.mkdir(exist_ok=True)
-    save_file(weights, path / "adapter_model.safetensors")
-    config: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": list(HEADS)}
-    config |= {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "seeded"}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

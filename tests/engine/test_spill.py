@@ -135,8 +135,8 @@ def test_the_disk_gets_what_leaves_a_small_host_pool(lab: Lab, model: Path, refe
     """The pool has 8 chunks: what it has let go is on disk, what it may keep is not; and it comes back right."""
     disk = lab.disk()
     prompts = [PROMPTS.new(212) for _ in range(10)]
-    spill = {"disk": "on-evict"}
-    engine = lab.engine(model, {"disk_dir": disk, "host_bytes": 9 * PAYLOAD_NBYTES, "spill": spill})
+    options = {"spill": {"disk": "on-evict"}, "policy": {"host": "lru"}}  # what goes is what came first
+    engine = lab.engine(model, {"disk_dir": disk, "host_bytes": 9 * PAYLOAD_NBYTES} | options)
     assert engine.call("stat")["num_slots"] == 8
     engine.run(*prompts[:1])
     engine.counters()
@@ -190,7 +190,7 @@ def test_the_disk_gets_what_leaves_although_it_was_declined_for_the_shared_tier(
     disk, other_disk = lab.disk(), lab.disk("other")
     prompts = [PROMPTS.new(212) for _ in range(6)]
     options = {"disk_dir": disk, "shared_url": redis_server.url, "spill": {"disk": "on-evict"}}
-    engine = lab.engine(model, options | {"host_bytes": 9 * PAYLOAD_NBYTES})
+    engine = lab.engine(model, options | {"host_bytes": 9 * PAYLOAD_NBYTES, "policy": {"host": "lru"}})
     with engine.counting() as counters:
         for prompt in prompts:
             engine.one(prompt)

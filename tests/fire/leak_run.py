@@ -38,7 +38,7 @@ _NUM_SLOTS = 24
 _NUM_PROMPTS = 600
 #: Without these an engine's memory grows by 100 KB a request also where it has no connector: PyTorch and oneDNN
 #: remember kernels for a thousand shapes, and malloc has a pool of memory for each thread.
-_NO_CACHES: dict[str, str | None] = {
+NO_CACHES: dict[str, str | None] = {
     "LRU_CACHE_CAPACITY": "16",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     "MALLOC_ARENA_MAX": "1",
@@ -112,7 +112,7 @@ class LeakRun:
             "shared_url": redis.url,
             "spill": THROUGH,
         }
-        engine = lab.engine(model, options, max_num_seqs=NUM_AT_A_TIME, num_gpu_blocks_override=96, env=_NO_CACHES)
+        engine = lab.engine(model, options, max_num_seqs=NUM_AT_A_TIME, num_gpu_blocks_override=96, env=NO_CACHES)
         engine.ready()
         self._requests(engine, max(1, self._num_requests // 4))
         self._rest(engine, disk)

@@ -15,7 +15,7 @@ import random
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class Stage:
 
     Args:
         directory: where it all goes; its path is to be short, for the sockets in it.
+        names: of the engines with connector.
+        settings: of every engine, as ``vllm.LLM`` takes them.
+        tight: further ones, of the engines with connector.
 
     Attributes:
         redis, meddler: Redis, and the relay through which the server reaches it.
@@ -72,8 +75,15 @@ class Stage:
     #: An engine that lost its server is back within this time (back-off, and the server's start).
     RECONNECT_S = 60.0
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        names: Sequence[str] = ENGINES,
+        settings: Mapping[str, Any] = {},
+        tight: Mapping[str, Any] = {},
+    ) -> None:
         self.directory = directory
+        self._names, self._settings, self._tight = names, settings, tight
         self.engines: dict[str, Engine] = {}
         self.volume: Path | None = None
         self._undo = contextlib.ExitStack()
@@ -89,7 +99,7 @@ class Stage:
 
     def _begin(self, undo: contextlib.ExitStack) -> None:
         self.model = write_seeded_llama(self.directory / "model", **_MODEL)
-        self.plain = Engine(self.model, self.directory)  # starts in the background
+        self.plain = Engine(self.model, self.directory, **self._settings)  # starts in the background
         undo.callback(self.plain.kill)
         (self.directory / "redis").mkdir()
         self.redis: RedisServer = start_redis(
@@ -106,7 +116,7 @@ class Stage:
         undo.callback(self.store.close)
         self.store.start()
         self.network = undo.enter_context(Proxy(("127.0.0.1", self.tcp_port)))
-        for name in ENGINES:
+        for name in self._names:
             self.start_engine(name)
             undo.callback(lambda name=name: self.engines[name].kill())
         for engine in (self.plain, *self.engines.values()):
@@ -163,6 +173,7 @@ class Stage:
             "deadline_s": DEADLINE_S,
             "cost_gate": False,  # the model computes a chunk in a millisecond
         }
+        settings = {**self._settings, **self._tight, **settings}
         env = {"TIERKV_TEST_BACKOFF_MAX_S": str(BACKOFF_MAX_S)} | settings.pop("env", {})
         self.engines[name] = Engine(self.model, self.directory, options, env=env, **settings)
         return self.engines[name]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tierkv.identity import FileHashes
+from fake_engine import wait_until
+from tierkv.identity import FileHashes, file_stamp
 from tierkv.keys import Extra, Part, chain_keys, next_key, root_key
+from tierkv_connector import adapters as adapters_module
 from tierkv_connector.adapters import MAX_ADAPTERS, Adapters
+from tierkv_connector.filecheck import MAX_THREADS, FileChecks
 
 ROOT = root_key(b"\x01" * 32)
 
@@ -138,3 +142,75 @@ def test_how_many_are_remembered_is_bounded(adapters: Adapters, tmp_path: Path) 
     for number in range(1, MAX_ADAPTERS + 10):
         adapters.root(ROOT, Lora("a", number, str(tmp_path / "none")))
     assert len(adapters._known) == MAX_ADAPTERS
+
+
+class HungFiles:
+    """A file system that answers no ``stat`` until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+        self.num_asked = 0
+        monkeypatch.setattr("tierkv_connector.adapters.file_stamp", self)
+
+    def __call__(self, path: Path) -> str:
+        self.num_asked += 1
+        self.asked.set()
+        assert self.go_on.wait(60.0)
+        return file_stamp(path)
+
+
+def test_a_file_system_that_hangs_holds_nobody_up(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Were the step to wait for it, this test would not come back: nothing lets the file system go on but itself."""
+    hung, well = (Lora(name, i, str(write(tmp_path / name, name.encode()))) for i, name in enumerate(("a", "b")))
+    known = root(adapters, hung), root(adapters, well)
+    caplog.set_level("WARNING", "tierkv")
+    files = HungFiles(monkeypatch)
+    assert adapters.root(ROOT, hung) is None
+    assert files.asked.wait(60.0)
+    for _ in range(50):
+        assert adapters.root(ROOT, hung) is None
+    assert files.num_asked == 1, "while it is stuck nobody asks again, or waits"
+    assert len(caplog.records) == 1 and "does not say at once" in caplog.text
+    monkeypatch.setattr("tierkv_connector.adapters.file_stamp", file_stamp)
+    assert wait_until(lambda: adapters.root(ROOT, well)) == known[1], "another adapter's is on another thread"
+    files.go_on.set()
+    assert wait_until(lambda: adapters.root(ROOT, hung)) == known[0]
+
+
+def test_files_that_change_while_their_file_system_hangs_are_noticed(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to an older question says nothing of what the files are now."""
+    lora = Lora("a", 1, str(write(tmp_path / "a")))
+    assert root(adapters, lora)
+    real, begun, go_on = adapters_module._unchanged, threading.Event(), threading.Event()
+
+    def late(adapter: object) -> bool:
+        was: bool = real(adapter)  # type: ignore[arg-type]
+        begun.set()
+        assert go_on.wait(60.0)
+        return was
+
+    monkeypatch.setattr(adapters_module, "_unchanged", late)
+    assert adapters.root(ROOT, lora) is None
+    assert begun.wait(60.0)
+    monkeypatch.setattr(adapters_module, "_unchanged", real)
+    write(tmp_path / "a", b"other weights")
+    go_on.set()
+    wait_until(lambda: adapters._known[1].given_up or adapters.root(ROOT, lora))
+    assert adapters._known[1].given_up and adapters.root(ROOT, lora) is None
+
+
+def test_file_systems_that_all_hang_are_left_alone(tmp_path: Path) -> None:
+    checks, go_on = FileChecks(wait_s=0.001), threading.Event()
+    for name in range(MAX_THREADS):
+        assert checks.ask(name, lambda: go_on.wait(60.0)) is None
+    asked = []
+    assert checks.ask("one more", lambda: not asked.append(1)) is None
+    assert not asked and checks._num_threads <= MAX_THREADS
+    go_on.set()
+    assert wait_until(lambda: checks.ask("one more", lambda: True))
+    assert checks.ask("fails", lambda: 1 // 0 == 0) in (False, None)
+    checks.close()

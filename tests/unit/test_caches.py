@@ -82,7 +82,7 @@ def test_a_group_without_the_flags_of_later_versions_takes_part() -> None:
     assert len(served_groups(SimpleNamespace(kv_cache_groups=[plain]))) == 1
 
 
-@pytest.mark.parametrize("kind", ["MambaSpec", "CrossAttentionSpec", "RSWASpec", "SinkFullAttentionSpec"])
+@pytest.mark.parametrize("kind", ["CrossAttentionSpec", "RSWASpec", "SinkFullAttentionSpec"])
 def test_other_kinds_are_refused_in_a_sentence(kind: str) -> None:
     spec = object.__new__(getattr(vllm_caches, kind))
     object.__setattr__(spec, "block_size", 16)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fake_cuda import MOVERS, FakeCuda, cuda_device
 from tierkv.errors import ConfigError
+from tierkv.health import Repeated
 from tierkv.pool import HostPool, PoolShape, Segment
+from tierkv_connector import cuda as cuda_module
 from tierkv_connector import device as device_module
+from tierkv_connector.cuda import BatchMover, CudaDevice, GatherMover, open_mover
 from tierkv_connector.device import (
     CpuDevice,
-    CudaDevice,
     Device,
     Done,
     Region,
@@ -204,7 +205,10 @@ def test_what_is_loaded_is_what_was_stored(layouts: list[Callable[[], torch.Tens
         assert [block_bytes(cache, i) for i in range(NUM_BLOCKS)] == [empty, was[0], empty, was[1], was[2], was[3]]
 
 
-def test_failures_are_reported_and_do_not_stop_the_device(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_reported_and_do_not_stop_the_device(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "_failures", Repeated())  # nothing was logged a moment ago
     caches = [plain()]
     with cpu_device(caches) as (device, _):
         device.store([StoreJob(1, Piece(NUM_SLOTS, 0, (0, 1))), StoreJob(2, Piece(1, 0, (0, 1)))])
@@ -280,11 +284,10 @@ def test_regions_behind_odd_bytes() -> None:
 
 def test_fences_are_over_the_blocks_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(0)
-    monkeypatch.setattr(device_module.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda_module.torch, "cuda", cuda)
     regions, _, _ = grouped()
     pool = make_pool(1536)
-    device = LateCudaDevice(regions, pool.shape, pool.segments[0])
-    device.cuda = cuda
+    device = cuda_device(cuda, regions, pool)
     device.store([StoreJob(1, Piece.of(0, [Span(0, (5,)), Span(0, (1, 3))]))])
     for block, waits in ((2, 0), (3, 1), (5, 1)):
         before = len(cuda.compute.work)
@@ -294,164 +297,31 @@ def test_fences_are_over_the_blocks_of_every_group(monkeypatch: pytest.MonkeyPat
     pool.close()
 
 
-def test_only_the_parts_of_a_cell_that_are_wanted_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module.torch, "cuda", FakeCuda(0))
+def test_only_the_parts_of_a_cell_that_are_wanted_travel() -> None:
     regions, _, _ = grouped()
     pool = make_pool(1536)
-    device = CudaDevice(regions, pool.shape, pool.segments[0])
+    mover = GatherMover(regions, pool.shape, pool.segments[0])
     both, none = Span(0, (1,)), Span(0, ())
-    assert device._ranges(Piece.of(0, [both, Span(0, (2, 3))])) == [(0, 1536)]
-    assert device._ranges(Piece.of(0, [both, none])) == [(0, 768)]
-    assert device._ranges(Piece.of(0, [none, Span(1, (2,))])) == [(768, 1536)]
-    device.close()
+    assert mover.ranges(Piece.of(0, [both, Span(0, (2, 3))])) == [(0, 1536)]
+    assert mover.ranges(Piece.of(0, [both, none])) == [(0, 768)]
+    assert mover.ranges(Piece.of(0, [none, Span(1, (2,))])) == [(1152, 1536)]
     pool.close()
 
 
 # -- CUDA: the order of what is submitted, on a machine that runs it as late and as crosswise as it is allowed to
 
 
-class Ticket:
-    """What a recorded event stands for."""
-
-    done = False
-
-
-class FakeStream:
-    """A queue of work: functions, tickets to mark, and tickets to wait for."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-        self.work: deque[tuple[str, Any]] = deque()
-        cuda.streams.append(self)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        if self.cuda.obeys(self):
-            self.work.append(("wait", event.ticket))
-
-    def wait_stream(self, other: FakeStream) -> None:
-        event = FakeEvent()
-        event.record(other)
-        self.wait_event(event)
-
-    def synchronize(self) -> None:
-        while self.work:
-            self.cuda.run_one()
-
-    def runnable(self) -> bool:
-        return bool(self.work) and (self.work[0][0] != "wait" or self.work[0][1].done)
-
-
-class FakeEvent:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.ticket = Ticket()
-        self.ticket.done = True  # an event that was never recorded is over
-
-    def record(self, stream: FakeStream) -> None:
-        self.ticket = Ticket()
-        stream.work.append(("mark", self.ticket))
-
-    def query(self) -> bool:
-        return self.ticket.done
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return 1.0
-
-
-class FakeCuda:
-    """Stands for ``torch.cuda``. Runs the head of any stream that may run, at random.
-
-    Attributes:
-        deaf: a stream whose waits are left out, to show that they are needed.
-    """
-
-    Event = FakeEvent
-
-    def __init__(self, seed: int) -> None:
-        self.rng = Random(seed)
-        self.streams: list[FakeStream] = []
-        self.deaf: FakeStream | None = None
-        self.compute = FakeStream(self)
-        self.current = self.compute
-
-    def Stream(self, device: Any) -> FakeStream:
-        return FakeStream(self)
-
-    def current_stream(self, device: Any) -> FakeStream:
-        return self.current
-
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    def cudart(self) -> Any:
-        return SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda *args: 0)
-
-    def obeys(self, stream: FakeStream) -> bool:
-        return stream is not self.deaf
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self.current.work.append(("run", work))
-
-    def run_one(self) -> bool:
-        ready = [stream for stream in self.streams if stream.runnable()]
-        if not ready:
-            assert not any(stream.work for stream in self.streams), "streams wait for each other for ever"
-            return False
-        kind, what = self.rng.choice(ready).work.popleft()
-        if kind == "run":
-            what()
-        elif kind == "mark":
-            what.done = True
-        return True
-
-
-class LateCudaDevice(CudaDevice):
-    """The CUDA backend with its copies submitted to the fake machine; everything else is the real thing."""
-
-    cuda: FakeCuda
-    fails_at: int = 1 << 30
-    num_copies = 0
-
-    def _copy(self, copy: Callable[[], None]) -> torch.Tensor:
-        self.num_copies += 1
-        if self.num_copies > self.fails_at:
-            raise RuntimeError("out of memory")
-        self.cuda.submit(copy)
-        return torch.empty(0)
-
-    def _rows(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        views = self._views(self._pool[piece.slot], piece)
-        return [(region.cache, view) for region, view in zip(self._regions, views, strict=True)]
-
-    def _store_piece(self, piece: Piece) -> torch.Tensor:
-        def copy() -> None:
-            for cache, rows in self._rows(piece):
-                rows.copy_(cache[list(piece.block_ids)])
-
-        return self._copy(copy)
-
-    def _load_piece(self, piece: Piece) -> torch.Tensor:
-        def copy() -> None:
-            for cache, rows in self._rows(piece):
-                cache[list(piece.block_ids)] = rows
-
-        return self._copy(copy)
-
-
 class CudaBench:
     """A GPU on which blocks are computed, stored, given away, zeroed and loaded, and what must come out of it."""
 
-    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, mover: str = "batch") -> None:
         self.rng = Random(seed)
         self.cuda = FakeCuda(seed + 1)
-        monkeypatch.setattr(device_module.torch, "cuda", self.cuda)
+        monkeypatch.setattr(cuda_module.torch, "cuda", self.cuda)
         self.caches = [torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, 1, dtype=torch.int64)]
         regions = make_regions(self.caches, 8, 2)
         self.pool = make_pool(sum(r.block_nbytes for r in regions) * 2, 4)
-        self.device = LateCudaDevice(regions, self.pool.shape, self.pool.segments[0])
-        self.device.cuda = self.cuda
+        self.device = cuda_device(self.cuda, regions, self.pool, mover)
         self.blocks = [0] * 8  # what each block holds once all that was submitted has run
         self.slots: dict[int, tuple[int, int]] = {}  # likewise; filled and reported slots only
         self.storing: dict[int, tuple[int, tuple[int, int]]] = {}
@@ -537,8 +407,7 @@ class CudaBench:
             assert set(cache[block].tolist()) == {self.blocks[block]}, "a block has other bytes"
 
     def finish(self) -> None:
-        while self.cuda.run_one():
-            pass
+        self.cuda.run_all()
         self.collect()
         assert not self.loading and not self.storing
         for block in range(8):
@@ -548,9 +417,14 @@ class CudaBench:
         self.pool.close()
 
 
-def live(seed: int, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CudaBench], None] = lambda bench: None) -> int:
+def live(
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    mover: str,
+    spoil: Callable[[CudaBench], None] = lambda bench: None,
+) -> int:
     """Run 40 steps and return how often a forward read what was loaded in its own step."""
-    bench = CudaBench(seed, monkeypatch)
+    bench = CudaBench(seed, monkeypatch, mover)
     spoil(bench)
     for number in range(40):
         bench.step(number)
@@ -558,8 +432,9 @@ def live(seed: int, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CudaBench]
     return bench.num_read
 
 
-def test_copies_on_cuda_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sum(live(seed, monkeypatch) for seed in range(150)) > 400
+@pytest.mark.parametrize("mover", MOVERS)
+def test_copies_on_cuda_are_ordered(mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(live(seed, monkeypatch, mover) for seed in range(150)) > 300
 
 
 def _load_now_is_load(bench: CudaBench) -> None:
@@ -591,22 +466,22 @@ def _deaf(name: str) -> Callable[[CudaBench], None]:
         pytest.param(_load_now_is_load, id="the compute does not wait for what it is to read"),
     ],
 )
+@pytest.mark.parametrize("mover", MOVERS)
 def test_without_one_of_the_waits_bytes_are_wrong(
-    spoil: Callable[[CudaBench], None], monkeypatch: pytest.MonkeyPatch
+    mover: str, spoil: Callable[[CudaBench], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(AssertionError, match="other bytes"):
         for seed in range(150):
-            live(seed, monkeypatch, spoil)
+            live(seed, monkeypatch, mover, spoil)
 
 
 def test_a_load_that_fails_half_way_is_reported_once_its_first_half_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks are given away when it is reported: nothing may write them after that."""
-    bench = CudaBench(0, monkeypatch)
-    bench.device.fails_at = 1
+    bench = CudaBench(0, monkeypatch, "gather")
+    bench.cuda.fails_at = 1
     bench.device.load([LoadJob("r", (Piece(0, 0, (1,)), Piece(0, 1, (2,))))])
     assert bench.device.finished() == []
-    while bench.cuda.run_one():
-        pass
+    bench.cuda.run_all()
     (done,) = bench.device.finished()
     assert (done.job.req_id, done.ok) == ("r", False)  # type: ignore[union-attr]
     assert bench.device.finished() == []
@@ -614,17 +489,115 @@ def test_a_load_that_fails_half_way_is_reported_once_its_first_half_is_over(monk
     bench.pool.close()
 
 
-def test_a_load_that_the_forward_needs_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mover", MOVERS)
+def test_a_load_that_the_forward_needs_fails_at_once(mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is to hear of it in the same step; its slot is held until nothing of it is under way."""
-    bench = CudaBench(0, monkeypatch)
-    bench.device.fails_at = 1
+    bench = CudaBench(0, monkeypatch, mover)
+    bench.cuda.fails_at = 0
     job = LoadJob("r", (Piece(0, 0, (1,)), Piece(0, 1, (2,))), 1)
     assert bench.device.load_now([job]) == [job]
+    assert bench.device.load_now([]) == []
     assert bench.device.finished() == []
-    while bench.cuda.run_one():
-        pass
+    bench.cuda.run_all()
     (done,) = bench.device.finished()
     assert (done.job, done.ok) == (job, False)
+    bench.device.close()
+    bench.pool.close()
+
+
+IMPOSSIBLE = [
+    pytest.param(Piece(4, 0, (1, 2)), id="no such slot"),
+    pytest.param(Piece(-1, 0, (1, 2)), id="a slot before the first"),
+    pytest.param(Piece(0, 0, (1, 8)), id="no such block"),
+    pytest.param(Piece(0, 0, (-1,)), id="a block before the first"),
+    pytest.param(Piece(0, 1, (1, 2)), id="more blocks than a chunk has"),
+    pytest.param(Piece(0, -1, (1, 2)), id="a place before the first"),
+]
+
+
+@pytest.mark.parametrize("piece", IMPOSSIBLE)
+def test_what_is_outside_of_the_pool_or_the_cache_never_reaches_the_driver(
+    piece: Piece, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is impossible fails alone: the driver gets addresses, and would write whatever is there."""
+    bench = CudaBench(0, monkeypatch)
+    bench.compute([1, 2])
+    good, bad = StoreJob(1, Piece(3, 0, (1, 2))), StoreJob(2, piece)
+    bench.device.store([bad, good])
+    wanted = LoadJob("good", (Piece(3, 0, (5, 6)),), 1), LoadJob("bad", (Piece(3, 0, (3, 4)), piece), 2)
+    bench.cuda.run_all()
+    assert bench.device.load_now(wanted) == [wanted[1]]
+    bench.cuda.run_all()
+    assert [(done.job, done.ok) for done in bench.device.finished()] == [
+        (bad, False),
+        (good, True),
+        (wanted[0], True),
+        (wanted[1], False),
+    ]
+    assert [cache[[3, 4, 5, 6], 0].tolist() for cache in bench.caches] == [[0, 0, 1, 2]] * 2
+    bench.device.close()
+    bench.pool.close()
+
+
+def test_a_step_makes_one_batch_of_copies_a_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are neighbours in the cache and in the cell are one copy; only loads may run in any order."""
+    bench = CudaBench(0, monkeypatch)
+    bench.device.store([StoreJob(1, Piece(0, 0, (1, 2))), StoreJob(2, Piece(1, 0, (5, 3)))])
+    bench.device.load([LoadJob("a", (Piece(2, 0, (6, 7)), Piece(3, 1, (0,)))), LoadJob("b", (Piece(2, 0, (4,)),))])
+    assert bench.cuda.batches == [(2 * 1 + 2 * 2, False), (2 * 1 + 2 * 1 + 2 * 1, True)]
+    bench.device.store([])
+    bench.device.load([])
+    assert len(bench.cuda.batches) == 2
+    bench.cuda.run_all()
+    done = bench.device.finished()
+    assert [d.nbytes for d in done] == [48, 48, 72, 24]
+    assert sum(d.seconds for d in done) == pytest.approx(2 * 1e-3), "of two batches of a millisecond"
+    bench.device.close()
+    bench.pool.close()
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("layouts", CACHES)
+def test_cuda_makes_of_any_layout_what_the_cpu_makes(
+    layouts: list[Callable[[], torch.Tensor]], mover: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(0)
+    monkeypatch.setattr(cuda_module.torch, "cuda", cuda)
+    caches = [layout() for layout in layouts]
+    regions = make_regions(caches, NUM_BLOCKS, BLOCKS_PER_CHUNK)
+    pool = make_pool(sum(r.block_nbytes for r in regions) * BLOCKS_PER_CHUNK)
+    device = cuda_device(cuda, regions, pool, mover)
+    expected = chunk_bytes(caches, (5, 1)), chunk_bytes(caches, (2, 3))
+    device.store([StoreJob(7, Piece(2, 0, (5, 1))), StoreJob(8, Piece(0, 0, (2, 3)))])
+    cuda.run_all()
+    assert (payload(pool, 2), payload(pool, 0), payload(pool, 1)) == (*expected, bytes(pool.shape.payload_nbytes))
+    device.load([LoadJob("r", (Piece(2, 1, (4,)), Piece(0, 0, (0, 5))))])
+    cuda.run_all()
+    assert chunk_bytes(caches, (0, 5)) == expected[1]
+    assert chunk_bytes(caches, (4,)) == chunk_bytes(caches, (1,))
+    device.close()
+    pool.close()
+
+
+def test_rows_in_several_pieces_go_by_way_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(1 << 12)
+    one_piece = make_regions([plain()], NUM_BLOCKS, BLOCKS_PER_CHUNK)
+    several = [Region(permuted()[:, 0], 0, 96, BLOCKS_PER_CHUNK, 0)]
+    where = pool.shape, pool.segments[0]
+    assert cuda_module.batch_copy() is None, "vLLM's build for CPUs has it not"
+    assert isinstance(open_mover(one_piece, *where), GatherMover)
+    monkeypatch.setattr(cuda_module, "batch_copy", lambda: lambda *args: None)
+    assert isinstance(open_mover(one_piece, *where), BatchMover)
+    assert isinstance(open_mover(several, *where), GatherMover)
+    pool.close()
+
+
+def test_the_pool_is_pinned_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = CudaBench(0, monkeypatch)
+    data = bench.pool.segments[0].data
+    assert bench.cuda.pinned == {data.ctypes.data: data.nbytes}
+    bench.device.close()
+    assert bench.cuda.pinned == {}
     bench.device.close()
     bench.pool.close()
 
@@ -644,7 +617,7 @@ def test_a_pool_that_cannot_be_pinned_is_refused_in_a_sentence(monkeypatch: pyte
     cuda = FakeCuda(0)
     refusing = SimpleNamespace(cudaHostRegister=lambda *args: 2)
     monkeypatch.setattr(cuda, "cudart", lambda: refusing)
-    monkeypatch.setattr(device_module.torch, "cuda", cuda)
+    monkeypatch.setattr(cuda_module.torch, "cuda", cuda)
     pool = make_pool(64)
     with pytest.raises(ConfigError, match=r"CUDA cannot pin .* \(error 2\); lower host_bytes"):
         CudaDevice(make_regions([torch.zeros(8, 4)], 8, 4), pool.shape, pool.segments[0])

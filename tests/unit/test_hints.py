@@ -618,7 +618,7 @@ def test_a_book_is_bounded_whatever_its_limits(monkeypatch: pytest.MonkeyPatch) 
 def test_the_document_names_every_hint_and_its_examples_are_right() -> None:
     text = DOCUMENT.read_text()
     rows = re.findall(r"^\| `(\w+)` \|", text.split("## Limits")[0], re.MULTILINE)
-    assert rows[:7] == ["session", "priority", "retain_s", "release", "store", "load", "prefetch"]
+    assert rows[:8] == ["session", "priority", "retain_s", "release", "store", "load", "prefetch", "handoff"]
     limits = re.findall(r"^\| `hints\.(\w+)` \| `([^`]+)` \|", text, re.MULTILINE)
     fields = msgspec.structs.fields(HintLimits)
     assert limits == [(field.name, json.dumps(field.default)) for field in fields]

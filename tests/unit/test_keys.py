@@ -36,6 +36,11 @@ GOLDEN_CHAIN = (
     "46f0949b3b7de6dbe05d655f77e91e64fa94bc2dc03908acb5fe4789aab84db2",
 )
 GOLDEN_EXTRAS = "b5876550d3960e7d586de1870b9c719ba31cf3767fdc08821bb10976bfdb49cd"
+GOLDEN_ITEMS = (
+    "539a093eb78d73489eec2c36344fabe2789504c49d889755a6c9fa5711f707ac",
+    "26a4c35596c41003718f74e3c673fbbfea11163690a8b80fbcd21ce27f1497b5",
+    "856c105e6e33ca592a099c9b52532615f2f729cb5295e4f43b4b42cca8d0bd9d",
+)
 GOLDEN_TENANT = "5d2e804ce024f99e2ebffa53ccceae14"
 
 
@@ -92,6 +97,16 @@ def test_golden_extras() -> None:
         Extra(Part.PROMPT_EMBEDS, bytes(32), 5),
     ]
     assert next_key(root_key(IDENTITY), pack_tokens([0, 1, 2**32 - 1]), extras).hex() == GOLDEN_EXTRAS
+
+
+def test_golden_chain_with_items_and_embeddings() -> None:
+    extras = {
+        1: [Extra(Part.MULTIMODAL, bytes(range(32)), -3), Extra(Part.MULTIMODAL, bytes(32), 9)],
+        2: [Extra(Part.PROMPT_EMBEDS, bytes(range(32)), 4)],
+    }
+    keys = chain_keys(root_key(IDENTITY), list(range(50)), 16, extras)
+    assert tuple(key.hex() for key in keys) == GOLDEN_ITEMS
+    assert GOLDEN_ITEMS[0] == GOLDEN_CHAIN[0], "a chunk of text before them is that of the text"
 
 
 def test_golden_tenant_digest() -> None:

@@ -144,7 +144,7 @@ def test_what_cannot_be_named_is_in_no_event() -> None:
     """vLLM's own prefix cache is off, so that it has no hashes; or they are of larger blocks than ours."""
     request = SimpleNamespace(block_hashes=[b"a", b"b"], all_token_ids=list(range(2 * CHUNK_TOKENS)), cache_salt=None)
     keys = [b"0" * 32, b"1" * 32]
-    states: Any = {"r": SimpleNamespace(request=request, keys=keys)}
+    states: Any = {"r": SimpleNamespace(request=request, keys=keys, content=None)}
     queue = EventQueue(states, CHUNK_TOKENS, CHUNK_TOKENS)
     entries = [Entry(key, b"", i, CHUNK_TOKENS, i, 1) for i, key in enumerate(keys)]
     for entry in entries:
@@ -168,7 +168,7 @@ def test_an_adapter_is_named_as_vllm_names_it() -> None:
     hashes = [bytes([i]) for i in range(4)]
     request = SimpleNamespace(block_hashes=hashes, all_token_ids=list(range(99)), cache_salt="s", lora_request=lora)
     keys = [b"0" * 32, b"1" * 32]
-    states: Any = {"r": SimpleNamespace(request=request, keys=keys)}
+    states: Any = {"r": SimpleNamespace(request=request, keys=keys, content=None)}
     queue = EventQueue(states, CHUNK_TOKENS, CHUNK_TOKENS // 2)
     for i, key in enumerate(keys):
         entry = Entry(key, b"", i, CHUNK_TOKENS, i, 1)
@@ -186,7 +186,7 @@ def test_events_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         block_hashes=[bytes([i]) for i in range(5)], all_token_ids=[0] * 5 * CHUNK_TOKENS, cache_salt="s"
     )
     keys = [bytes([i]) * 32 for i in range(5)]
-    states: Any = {"r": SimpleNamespace(request=request, keys=keys)}
+    states: Any = {"r": SimpleNamespace(request=request, keys=keys, content=None)}
     queue, view = EventQueue(states, CHUNK_TOKENS, CHUNK_TOKENS), set[Any]()
     entries = [Entry(key, b"", i, CHUNK_TOKENS, i, 1) for i, key in enumerate(keys)]
     for entry in entries:

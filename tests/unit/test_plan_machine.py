@@ -541,6 +541,7 @@ def test_each_load_is_reported_once() -> None:
     worker, device = Worker.__new__(Worker), FakeDevice()
     worker._device, worker._report, worker._groups = device, TierKVWorkerMetadata(), [None]  # type: ignore[assignment]
     worker._loaded, worker._failed, worker._bad_blocks = set(), set(), set()
+    worker._refused, worker._num_copies = [], 0
     under_way = [LoadJob(f"r{i}", (Piece(i, 0, (2 * i, 2 * i + 1)),)) for i in range(200)]
     failed = {job.req_id for job in under_way if rng.random() < 0.3}
     reported: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Tensor parallel ranks in one process: their segments, what each copies, and what vLLM makes of their reports."""
+"""Ranks in one process, of tensors and of stages: their segments, what each copies, what becomes of their reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ _rank = threading.local()
 
 @pytest.fixture(autouse=True)
 def rank_of_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "tensor_rank", lambda parallel: getattr(_rank, "value", 0))
+    monkeypatch.setattr(
+        worker_module, "tensor_rank", lambda parallel: getattr(_rank, "value", 0) % parallel.tensor_parallel_size
+    )
+    monkeypatch.setattr(
+        worker_module, "pipeline_rank", lambda parallel: getattr(_rank, "value", 0) // parallel.tensor_parallel_size
+    )
 
 
 def on_rank(rank: int, work: Callable[[], object]) -> Any:
@@ -58,24 +63,48 @@ def on_rank(rank: int, work: Callable[[], object]) -> Any:
 
 
 class Ranks:
-    """The workers of one engine, each with a KV cache of its own."""
+    """The workers of one engine, each with a KV cache of its own.
 
-    def __init__(self, spec: Any, caches: Sequence[torch.Tensor], host_bytes: int = 1 << 20) -> None:
+    Args:
+        spec: of every layer.
+        caches: a layer a rank.
+        heads: KV heads of the model, whose payloads are to be portable; 0 for others.
+        stages: pipeline stages over which the ranks are shared out.
+    """
+
+    def __init__(
+        self, spec: Any, caches: Sequence[torch.Tensor], host_bytes: int = 1 << 20, heads: int = 0, stages: int = 1
+    ) -> None:
         self.engine_id = secrets.token_hex(8)
-        config = EngineConfig.parse({"host_bytes": host_bytes, "chunk_tokens": 32, "server": "off"})
+        options = {"host_bytes": host_bytes, "chunk_tokens": 32, "server": "off", "portable_ranks": bool(heads)}
+        config = EngineConfig.parse(options)
+        layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"), head_size=8)
         vllm_config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(engine_id=self.engine_id),
-            parallel_config=SimpleNamespace(tensor_parallel_size=len(caches)),
-            compilation_config=SimpleNamespace(static_forward_context={}),
+            parallel_config=SimpleNamespace(tensor_parallel_size=len(caches) // stages, pipeline_parallel_size=stages),
+            compilation_config=SimpleNamespace(static_forward_context={"a": layer} if heads else {}),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
             cache_config=SimpleNamespace(cache_dtype="auto"),
         )
-        kv_cache_config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["a"], spec)], num_blocks=NUM_BLOCKS)
         self.caches = caches
-        self.workers = [Worker(config, vllm_config, kv_cache_config) for _ in caches]
+        self.names = ["abcdef"[rank * stages // len(caches)] for rank in range(len(caches))]
+        kv_cache_configs = [
+            SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec([name], spec)], num_blocks=NUM_BLOCKS)
+            for name in self.names
+        ]
+        self.workers = [Worker(config, vllm_config, each) for each in kv_cache_configs]
 
     def register(self) -> HostPool:
-        for rank, (worker, cache) in enumerate(zip(self.workers, self.caches, strict=True)):
-            on_rank(rank, lambda worker=worker, cache=cache: worker.register_kv_caches({"a": cache}))
+        for rank, start in enumerate(self.starts()):
+            on_rank(rank, start)
+        return self.take()
+
+    def starts(self) -> list[Callable[[], None]]:
+        """Return for each rank what starts it."""
+        ranks = zip(self.workers, self.names, self.caches, strict=True)
+        return [lambda w=worker, n=name, c=cache: w.register_kv_caches({n: c}) for worker, name, cache in ranks]  # type: ignore[misc]
+
+    def take(self) -> HostPool:
         self.offer, fds = get_pool(self.engine_id)
         self.pool = HostPool.from_fds(self.offer.shape, fds)
         return self.pool
@@ -144,6 +173,95 @@ def test_what_all_ranks_hold_is_stored_once_and_loaded_by_all() -> None:
             worker.start_loads(LOAD)
             wait_until(lambda worker=worker: worker.take_loaded() == {"r"})
         assert [rows(cache, 3, 4) for cache in ranks.caches] == [rows(latent, 2, 5)] * 2
+    finally:
+        ranks.close()
+
+
+def test_a_head_that_two_ranks_hold_is_stored_once_and_loaded_by_both() -> None:
+    """Portable payloads of a model with fewer KV heads than ranks."""
+    first, second = caches_of(2)
+    ranks = Ranks(HEADS, [first.clone(), first.clone(), second.clone(), second.clone()], heads=2)
+    threads = [threading.Thread(target=on_rank, args=(rank, register)) for rank, register in enumerate(ranks.starts())]
+    for thread in threads:  # those that store nothing wait for the segments of those who do
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    pool = ranks.take()
+    try:
+        assert ranks.offer.portable
+        assert ranks.offer.shard == Shard(tp_size=4, num_parts=2)
+        assert ranks.offer.namespace_shard == Shard(portable=True)
+        assert pool.shape.payload_nbytes == ranks.offer.layout.part_nbytes == 2 * 2048
+        for worker in ranks.workers:
+            worker.after_forward(STORE)
+        reports = [worker.take_report() for worker in ranks.workers]
+        assert [report.stored if report else {} for report in reports] == [{7: 1}, {}, {7: 1}, {}]
+        assert parts(pool, 1) == [rows(first, 2, 5), rows(second, 2, 5)]
+        for worker in ranks.workers:
+            worker.start_loads(LOAD)
+            wait_until(lambda worker=worker: worker.take_loaded() == {"r"})
+        assert [rows(cache, 3, 4) for cache in ranks.caches] == [rows(c, 2, 5) for c in (first, first, second, second)]
+    finally:
+        ranks.close()
+
+
+def test_a_payload_is_the_parts_of_all_stages() -> None:
+    ranks = Ranks(HEADS, caches_of(4), stages=2)
+    pool = ranks.register()
+    try:
+        assert ranks.offer.shard == Shard(tp_size=2, pp_size=2, num_parts=4)
+        for worker in ranks.workers:
+            worker.after_forward(STORE)
+        assert parts(pool, 1) == [rows(cache, 2, 5) for cache in ranks.caches]
+        for worker in ranks.workers:
+            worker.start_loads(LOAD)
+            wait_until(lambda worker=worker: worker.take_loaded() == {"r"})
+        assert [rows(cache, 3, 4) for cache in ranks.caches] == parts(pool, 1)
+    finally:
+        ranks.close()
+
+
+def test_what_the_ranks_of_a_stage_hold_alike_is_stored_once_a_stage() -> None:
+    first, second = (torch.randn((NUM_BLOCKS, 16, 16), generator=torch.Generator().manual_seed(i)) for i in range(2))
+    ranks = Ranks(LATENT, [first.clone(), first.clone(), second.clone(), second.clone()], stages=2)
+    threads = [threading.Thread(target=on_rank, args=(rank, register)) for rank, register in enumerate(ranks.starts())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    pool = ranks.take()
+    try:
+        assert ranks.offer.shard == Shard(tp_size=2, pp_size=2, num_parts=2)
+        for worker in ranks.workers:
+            worker.after_forward(STORE)
+        assert [worker.take_report() is None for worker in ranks.workers] == [False, True, False, True]
+        assert parts(pool, 1) == [rows(first, 2, 5), rows(second, 2, 5)]
+        for worker in ranks.workers:
+            worker.start_loads(LOAD)
+            wait_until(lambda worker=worker: worker.take_loaded() == {"r"})
+        assert [rows(cache, 3, 4) for cache in ranks.caches] == [rows(c, 2, 5) for c in (first, first, second, second)]
+    finally:
+        ranks.close()
+
+
+def test_stages_of_different_sizes_are_refused_in_a_sentence() -> None:
+    ranks = Ranks(HEADS, [*caches_of(1), torch.zeros(NUM_BLOCKS, 1, 16, 32)], stages=2)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"^rank 0 of pipeline stage 1 keeps .*; let each stage have as many layers"
+        ):
+            ranks.register()
+    finally:
+        ranks.close()
+
+
+def test_payloads_of_pipeline_stages_are_not_portable() -> None:
+    ranks = Ranks(HEADS, caches_of(2), heads=1, stages=2)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"portable_ranks=true is not served .* shared out over 2 pipeline stages"
+        ):
+            ranks.register()
     finally:
         ranks.close()
 
@@ -224,14 +342,17 @@ def parallel(**sizes: int) -> Any:
 
 def test_shapes_that_are_served() -> None:
     check_parallel(parallel())
-    check_parallel(parallel(tensor_parallel_size=8, pipeline_parallel_size=1, data_parallel_size=4, nnodes_within_dp=1))
+    check_parallel(parallel(tensor_parallel_size=8, pipeline_parallel_size=2, data_parallel_size=4, nnodes_within_dp=1))
 
 
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        ({"pipeline_parallel_size": 2}, r"^pipeline_parallel_size=2 is not served .*on one host"),
-        ({"decode_context_parallel_size": 2}, r"^decode_context_parallel_size=2 is not served"),
+        (
+            {"pipeline_parallel_size": 32, "tensor_parallel_size": 2},
+            rf"^64 ranks are not served .*at most {MAX_RANKS}$",
+        ),
+        ({"decode_context_parallel_size": 2}, r"^decode_context_parallel_size=2 is not served .*on one host"),
         ({"prefill_context_parallel_size": 4}, r"^prefill_context_parallel_size=4 is not served"),
         ({"nnodes_within_dp": 2}, r"^nnodes_within_dp=2 is not served .*share no host pool"),
         ({"tensor_parallel_size": MAX_RANKS + 1}, rf"use at most {MAX_RANKS}$"),
