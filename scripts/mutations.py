@@ -44,6 +44,7 @@ class Mutation:
     test: str
 
 
+CONTRACT = "tests/engine/test_contract.py"
 SCHEDULER = "connector/tierkv_connector/scheduler.py"
 MUTATIONS = (
     # Wrong bytes
@@ -242,6 +243,201 @@ MUTATIONS = (
         SCHEDULER,
         (("return len(self._plans) < MAX_PLANS and self._fetch_nbytes < PLAN_NBYTES", "return True"),),
         MACHINE,
+    ),
+    # vLLM's contract, rule by rule, and what it does to a running engine
+    Mutation(
+        "plan a request only when it is scheduled",
+        SCHEDULER,
+        (
+            (
+                "        if self._may_start_plan():\n            self._start_plan(state, plan)\n        else:\n",
+                "        if False:\n            self._start_plan(state, plan)\n        else:\n",
+            ),
+        ),
+        CONTRACT + "::test_01_the_question_is_asked_every_step_and_work_begins_before_it",
+    ),
+    Mutation(
+        "claim the last token of a prompt",
+        SCHEDULER,
+        (
+            (
+                "        first = num_computed_tokens // size\n        stop = min(len(state.keys), (request.num_tokens - 1) // size)\n",
+                "        first = num_computed_tokens // size\n        stop = min(len(state.keys), request.num_tokens // size)\n",
+            ),
+        ),
+        CONTRACT + "::test_02_the_last_token_is_never_claimed",
+    ),
+    Mutation(
+        "report no load that failed",
+        "connector/tierkv_connector/worker.py",
+        (
+            (
+                "                self._loaded.add(job.req_id)\n                if not done.ok:\n",
+                "                if done.ok:\n                    self._loaded.add(job.req_id)\n                if not done.ok:\n",
+            ),
+        ),
+        CONTRACT + "::test_03_every_load_is_reported_once",
+    ),
+    Mutation(
+        "keep the blocks of a request that ends",
+        "connector/tierkv_connector/connector.py",
+        (
+            (
+                "return False, self._sched.request_finished(request) if",
+                "return True, self._sched.request_finished(request) if",
+            ),
+        ),
+        CONTRACT + "::test_04_a_request_that_ends_keeps_no_blocks_of_ours",
+    ),
+    Mutation(
+        "offer a failed load again and again",
+        SCHEDULER,
+        (("            state.no_load = True\n", "            pass\n"),),
+        CONTRACT + "::test_05_a_load_that_failed_is_not_offered_again",
+    ),
+    Mutation(
+        "tell a failed load by its blocks, too",
+        "connector/tierkv_connector/worker.py",
+        (("if KVConnectorTransferResults is None:", "if True:"),),
+        CONTRACT + "::test_06_a_failed_load_is_told_in_the_one_way_that_this_vllm_takes",
+    ),
+    Mutation(
+        "fence nothing",
+        SCHEDULER,
+        (("fence = self._fence(scheduler_output, loads) if self.spill.copying else []", "fence: list[int] = [][:]"),),
+        CONTRACT + "::test_07_blocks_that_are_given_out_again_are_fenced_and_the_null_block_is_nobodys",
+    ),
+    Mutation(
+        "store a chunk before its end is computed",
+        "connector/tierkv_connector/spill.py",
+        (("end = min(len(state.keys), after // size)", "end = min(len(state.keys), -(-after // size))"),),
+        CONTRACT + "::test_08_only_what_is_computed_is_stored",
+    ),
+    Mutation(
+        "go on with the epoch after a reset",
+        "connector/tierkv_connector/epochs.py",
+        (("        self._begin(None if told is None else self._named(told), clean=gpu_is_empty)\n", ""),),
+        CONTRACT + "::test_09_the_cache_is_reset_in_every_state",
+    ),
+    Mutation(
+        "let an exception of ours reach vLLM",
+        "connector/tierkv_connector/connector.py",
+        (
+            (
+                "                self._break(method.__name__)\n                return default()\n",
+                "                raise\n",
+            ),
+        ),
+        CONTRACT + "::test_10_an_exception_of_ours_does_not_reach_vllm",
+    ),
+    Mutation(
+        "let a device that takes no copies reach vLLM",
+        "connector/tierkv_connector/worker.py",
+        (
+            (
+                '                _faults.note("copies between the GPU and the host pool could not be started", exc_info=True)\n',
+                "                raise\n",
+            ),
+        ),
+        CONTRACT + "::test_10_a_device_that_takes_no_copies_fails_them_and_nothing_else",
+    ),
+    Mutation(
+        "store what was computed behind a load that failed",
+        "connector/tierkv_connector/connector.py",
+        (('if getattr(connector_output, "invalid_block_ids", None):', "if False:"),),
+        CONTRACT + "::test_10_a_device_that_takes_no_copies_fails_them_and_nothing_else",
+    ),
+    Mutation(
+        "keep an idle engine stepping for the store server",
+        SCHEDULER,
+        (("return bool(self.spill.copying)", "return bool(self.spill.copying or self.spill.queue.nbytes)"),),
+        CONTRACT + "::test_11_an_idle_engine_is_kept_stepping_for_copies_on_the_device_only",
+    ),
+    Mutation(
+        "take two of ours in one engine",
+        "connector/tierkv_connector/connector.py",
+        (("if other is not None and other._work is not None:", "if False:"),),
+        CONTRACT + "::test_12_two_of_ours_are_refused_in_a_sentence",
+    ),
+    Mutation(
+        "make keys of what Python hashes",
+        "tierkv/keys.py",
+        (
+            (
+                "    parts = [_part(Part.PARENT, parent), _part(Part.TOKENS, tokens)]\n",
+                "    parts = [_part(Part.PARENT, parent), _part(Part.TOKENS, str(hash(str(tokens))).encode())]\n",
+            ),
+        ),
+        CONTRACT + "::test_13_keys_are_the_same_in_every_process",
+    ),
+    Mutation(
+        "name a model by the sizes of its files",
+        "tierkv/identity.py",
+        (
+            (
+                "return {path.name: hashes.digest(path) for path in weights + configs}",
+                "return {path.name: str(path.stat().st_size) for path in weights + configs}",
+            ),
+        ),
+        CONTRACT + "::test_14_other_weights_at_the_same_path_are_another_model",
+    ),
+    Mutation(
+        "overlook a change of weights",
+        "connector/tierkv_connector/weights.py",
+        (("    if may_change_weights(method):\n", "    if False:\n"),),
+        "tests/engine/test_weights.py::test_an_update_in_place_cuts_off_all_that_was_stored",
+    ),
+    Mutation(
+        "share a version while old KV is on the GPU",
+        "connector/tierkv_connector/epochs.py",
+        (
+            (
+                "        if gpu_is_empty:\n            self._told = None\n",
+                "        if True:\n            self._told = None\n",
+            ),
+        ),
+        "tests/unit/test_epochs.py::test_a_version_told_while_old_kv_is_on_the_gpu_waits_until_it_is_not",
+    ),
+    Mutation(
+        "store behind KV of other weights",
+        "connector/tierkv_connector/epochs.py",
+        (("return self.number if self.clean else NO_EPOCH", "return self.number"),),
+        "tests/engine/test_weights.py::test_an_update_in_place_cuts_off_all_that_was_stored",
+    ),
+    Mutation(
+        "copy while the memory of the caches is gone",
+        "connector/tierkv_connector/worker.py",
+        (("        if not self._asleep:\n", "        if True:\n"),),
+        "tests/unit/test_sleep.py::test_nothing_is_copied_while_the_memory_is_gone",
+    ),
+    Mutation(
+        "go on with the old memory after a wake",
+        "connector/tierkv_connector/worker.py",
+        (("        self._device.rebind(self._regions(layout))\n", ""),),
+        "tests/unit/test_sleep.py::test_what_is_copied_after_a_wake_is_the_new_memory",
+    ),
+    Mutation(
+        "sleep while copies are under way",
+        "connector/tierkv_connector/worker.py",
+        (("        while self._num_copies:\n", "        while False:\n"),),
+        "tests/unit/test_sleep.py::test_a_sleep_waits_for_the_copies_under_way",
+    ),
+    Mutation(
+        "take an older answer of the file system",
+        "connector/tierkv_connector/filecheck.py",
+        (("any(q.name == name for q in stuck)", "False"),),
+        "tests/unit/test_adapters.py::test_a_file_system_that_hangs_holds_nobody_up",
+    ),
+    Mutation(
+        "load prefixes for means over prompts",
+        "connector/tierkv_connector/compat.py",
+        (
+            (
+                'return bool(cached and getattr(vllm_config.model_config, "is_prefix_caching_supported", False))',
+                "return True",
+            ),
+        ),
+        "tests/engine/test_pooling.py::test_only_what_vllm_itself_would_cache_is_loaded",
     ),
 )
 

@@ -28,7 +28,7 @@ import vllm_versions
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- scripts/test-matrix --write: begin -->", "<!-- end -->"
-TIMEOUT_S = 1800
+TIMEOUT_S = 3600
 
 
 class Row(NamedTuple):
@@ -62,6 +62,18 @@ ROWS = (
     Row("lifecycle", ("test_lifecycle.py",), r"."),
     Row("interface", ("test_versions.py",), r"."),
     Row("observability", ("test_observability.py",), r"."),
+    Row("contract", ("test_contract.py",), r"."),
+    Row("roles", ("test_roles.py",), r"."),
+    Row("weights", ("test_weights.py",), r"."),
+    Row("adapters", ("test_adapters.py",), r"."),
+    Row("multimodal", ("test_multimodal.py",), r"."),
+    Row("pooling", ("test_pooling.py",), r"."),
+    Row("groups", ("test_groups.py",), r"."),
+    Row("recurrent", ("test_recurrent.py",), r"."),
+    Row("ranks", ("test_ranks.py",), r"."),
+    Row("small-loads", ("test_sync_loads.py",), r"."),
+    Row("steps", ("test_steps.py",), r"."),
+    Row("stress", ("test_stress.py",), r"."),
 )
 
 
