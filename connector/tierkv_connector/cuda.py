@@ -20,7 +20,7 @@ from tierkv.errors import ConfigError
 from tierkv.health import Repeated
 from tierkv.pool import PoolShape, Segment
 from tierkv_connector.device import Done, Region, moved, nbytes_by_table
-from tierkv_connector.jobs import LoadJob, Piece, StoreJob
+from tierkv_connector.jobs import LoadJob, Piece, Span, StoreJob
 
 #: Every copy of a device that does not work fails.
 _failures = Repeated()
@@ -78,20 +78,28 @@ class BatchMover:
                     _column(region.cache.stride(0) * region.cache.element_size() for region in ours),
                     _column(region.cell_offset for region in ours),
                     _column(region.block_nbytes for region in ours),
+                    ours[0].num_blocks,
                 )
             )
+        widest = max(region.block_nbytes for region in regions)
+        self._zero = torch.zeros(widest, dtype=torch.uint8, device=regions[0].cache.device)
 
     def move(self, pieces: Sequence[Piece], to_host: bool) -> object:
-        gpu, host, sizes = (torch.from_numpy(array) for array in self.copies(pieces))
+        gpu, host, sizes = (torch.from_numpy(array) for array in self.copies(pieces, to_host))
         if len(sizes):
             self._copy(*((gpu, host) if to_host else (host, gpu)), sizes, not to_host)
         return gpu, host, sizes
 
     def copies(
-        self, pieces: Sequence[Piece]
+        self, pieces: Sequence[Piece], to_host: bool = False
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the addresses on the GPU and in the pool, and the bytes, of each copy; neighbours are one copy."""
+        """Return the addresses on the GPU and in the pool, and the bytes, of each copy; neighbours are one copy.
+
+        To the host, what a piece leaves out of its cell (a state that was not kept) is zeroed.
+        """
         parts = [self._of_span(piece.slot, table, *span) for piece in pieces for table, span in enumerate(piece.spans)]
+        if to_host:
+            parts += [self._zeros(piece.slot, *item) for piece in pieces for item in enumerate(piece.spans)]
         gpu, host, sizes = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         if not len(sizes):
             return gpu, host, sizes
@@ -102,18 +110,32 @@ class BatchMover:
     def _of_span(self, slot: int, table: int, first: int, block_ids: tuple[int, ...]) -> list[npt.NDArray[np.int64]]:
         at = self._tables[table]
         gpu = at.base + np.array(block_ids, dtype=np.int64) * at.stride
-        places = np.arange(first, first + len(block_ids), dtype=np.int64)
+        return self._pairs(slot, at, gpu, np.arange(first, first + len(block_ids), dtype=np.int64))
+
+    def _zeros(self, slot: int, table: int, span: Span) -> list[npt.NDArray[np.int64]]:
+        at = self._tables[table]
+        places = np.arange(at.num_blocks, dtype=np.int64)
+        places = places[(places < span.first) | (places >= span.first + len(span.block_ids))]
+        gpu = np.full((len(at.base), len(places)), self._zero.data_ptr(), dtype=np.int64)
+        return self._pairs(slot, at, gpu, places)
+
+    def _pairs(
+        self, slot: int, at: _Addresses, gpu: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> list[npt.NDArray[np.int64]]:
         host = self._pool + slot * self._cell_nbytes + at.offset + places * at.nbytes
         return [gpu.ravel(), host.ravel(), np.broadcast_to(at.nbytes, gpu.shape).ravel()]
 
 
 class _Addresses(NamedTuple):
-    """The regions of a block table, one a row: where blocks begin, how far apart they are, the same in a cell."""
+    """The regions of a block table, one a row: where blocks begin, how far apart they are, the same in a cell; and the
+    blocks of a chunk.
+    """
 
     base: npt.NDArray[np.int64]
     stride: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
+    num_blocks: int
 
 
 def _column(values: Any) -> npt.NDArray[np.int64]:
@@ -147,7 +169,11 @@ class GatherMover:
 
     def _submit(self, piece: Piece, to_host: bool) -> None:
         stage, cell, ids = self._staging[to_host], self._cells[piece.slot], self._upload(piece)
-        ranges = self.ranges(piece)
+        ranges = self.ranges(piece, whole=to_host)
+        if to_host:
+            for region in self._regions:
+                if len(piece.spans[region.table].block_ids) < region.num_blocks:  # a state that was not kept
+                    stage[region.cell_offset : region.cell_offset + region.nbytes].zero_()
         if not to_host:
             for begin, end in ranges:
                 stage[begin:end].copy_(cell[begin:end], non_blocking=True)
@@ -175,16 +201,20 @@ class GatherMover:
             rows.append(part.view(region.num_blocks, *region.cache.shape[1:])[first : first + len(ids)])
         return rows
 
-    def ranges(self, piece: Piece) -> list[tuple[int, int]]:
-        """Return the parts of a cell that are blocks of ``piece``: where each begins and ends, as few as possible."""
+    def ranges(self, piece: Piece, whole: bool = False) -> list[tuple[int, int]]:
+        """Return the parts of a cell that are blocks of ``piece``: where each begins and ends, as few as possible.
+
+        Args:
+            whole: the blocks that ``piece`` leaves out of a cell too.
+        """
         ranges: list[tuple[int, int]] = []
         spans = piece.spans
         for region in self._regions:
-            first, ids = spans[region.table]
-            if not ids:
+            first, num = (0, region.num_blocks) if whole else (spans[region.table][0], len(spans[region.table][1]))
+            if not num:
                 continue
             begin = region.cell_offset + first * region.block_nbytes
-            end = begin + len(ids) * region.block_nbytes
+            end = begin + num * region.block_nbytes
             if ranges and ranges[-1][1] == begin:
                 ranges[-1] = (ranges[-1][0], end)
             else:

@@ -264,6 +264,8 @@ class CpuDevice:
         spans = piece.spans
         for table, cache, cells in self._layers:
             first, ids = spans[table]
+            if len(ids) < cells.shape[1]:  # a state that was not kept: nothing of the chunk before may stay there
+                cells[piece.slot] = 0
             if not ids:
                 continue
             rows = cells[piece.slot, first : first + len(ids)]

@@ -579,6 +579,30 @@ def test_cuda_makes_of_any_layout_what_the_cpu_makes(
     pool.close()
 
 
+@pytest.mark.parametrize("mover", ["cpu", *MOVERS])
+def test_of_a_state_that_was_not_kept_nothing_of_the_slots_last_owner_stays(
+    mover: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention, state = filled((NUM_BLOCKS, 48), seed=1), filled((NUM_BLOCKS, 20), seed=2)
+    regions = make_regions([attention], NUM_BLOCKS, BLOCKS_PER_CHUNK)
+    regions += make_regions([state], NUM_BLOCKS, 1, 1, regions[-1].nbytes)
+    stored = BLOCKS_PER_CHUNK * 48 * 4
+    pool = make_pool(stored + 20 * 4 + 8)
+    pool.segments[0].data[:] = 0xAB
+    cuda = FakeCuda(0)
+    monkeypatch.setattr(cuda_module.torch, "cuda", cuda)
+    cpu = mover == "cpu"
+    device: Device = (
+        CpuDevice(regions, pool.shape, pool.segments[0]) if cpu else cuda_device(cuda, regions, pool, mover)
+    )
+    device.store([StoreJob(1, Piece.of(1, [Span(0, (3, 1)), Span(0, ())]))])
+    cuda.run_all()
+    assert payload(pool, 1) == chunk_bytes([attention], (3, 1)) + bytes(20 * 4) + b"\xab" * 8, "8: another writes them"
+    assert payload(pool, 0) == payload(pool, 2) == b"\xab" * pool.shape.payload_nbytes
+    device.close()
+    pool.close()
+
+
 def test_rows_in_several_pieces_go_by_way_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(1 << 12)
     one_piece = make_regions([plain()], NUM_BLOCKS, BLOCKS_PER_CHUNK)
