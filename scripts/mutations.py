@@ -261,8 +261,14 @@ MUTATIONS = (
         SCHEDULER,
         (
             (
-                "        first = num_computed_tokens // size\n        stop = min(len(state.keys), (request.num_tokens - 1) // size)\n",
-                "        first = num_computed_tokens // size\n        stop = min(len(state.keys), request.num_tokens // size)\n",
+                (
+                    "        first = num_computed_tokens // size\n"
+                    "        stop = min(len(state.keys), (request.num_tokens - 1) // size)\n"
+                ),
+                (
+                    "        first = num_computed_tokens // size\n"
+                    "        stop = min(len(state.keys), request.num_tokens // size)\n"
+                ),
             ),
         ),
         CONTRACT + "::test_02_the_last_token_is_never_claimed",
@@ -273,7 +279,10 @@ MUTATIONS = (
         (
             (
                 "                self._loaded.add(job.req_id)\n                if not done.ok:\n",
-                "                if done.ok:\n                    self._loaded.add(job.req_id)\n                if not done.ok:\n",
+                (
+                    "                if done.ok:\n"
+                    "                    self._loaded.add(job.req_id)\n                if not done.ok:\n"
+                ),
             ),
         ),
         CONTRACT + "::test_03_every_load_is_reported_once",
@@ -335,7 +344,10 @@ MUTATIONS = (
         "connector/tierkv_connector/worker.py",
         (
             (
-                '                _faults.note("copies between the GPU and the host pool could not be started", exc_info=True)\n',
+                (
+                    '                _faults.note("copies between the GPU and the host pool could '
+                    'not be started", exc_info=True)\n'
+                ),
                 "                raise\n",
             ),
         ),
