@@ -103,15 +103,19 @@ class Forgery(Kind):
 
 
 def test_wrong_answers_are_seen(stage: Stage, harness: Harness) -> None:
-    result = harness.strike(Forgery(), 0)
-    wrong = " ".join(result.wrong)
+    for number in range(4):
+        result = harness.strike(Forgery(), number)
+        with stage.redis.client() as client:
+            client.flushall()
+        stage.evict("disk")
+        for engine in stage.engines.values():
+            engine.clear_host()
+        wrong = " ".join(result.wrong)
+        assert "in the shared tier is off by" in wrong
+        if "was answered otherwise than without connector" in wrong:
+            break  # else what was forged came too late for every request, each of which computed its prefix instead
     assert "was answered otherwise than without connector" in wrong
-    assert "in the shared tier is off by" in wrong and "in the host pool of the local engine is off by" in wrong
-    with stage.redis.client() as client:
-        client.flushall()
-    stage.evict("disk")
-    for engine in stage.engines.values():
-        engine.clear_host()
+    assert "in the host pool of the local engine is off by" in wrong
 
 
 def test_a_fault_that_does_not_strike_is_seen(harness: Harness) -> None:
