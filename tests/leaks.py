@@ -49,29 +49,14 @@ def stop_process(pid: int) -> None:
     raise TimeoutError(f"process {pid} does not stop")
 
 
-def shm_names() -> set[str]:
-    """Return the names in /dev/shm, without those of Python's own multiprocessing and those that processes which do
-    not belong to this test run have mapped: they will remove theirs."""
-    names = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "psm_"))}
-    return names - _mapped_by_others() if names else names
+def shm_names(of_vllm: bool = False) -> set[str]:
+    """Return the names in /dev/shm, without those of Python's own multiprocessing.
 
-
-def _mapped_by_others() -> set[str]:
-    parents: dict[int, int] = {}
-    mapped: dict[int, set[str]] = {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                parents[int(directory.name)] = int((directory / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                lines = (directory / "maps").read_text().splitlines()
-            except (OSError, IndexError):
-                continue
-            mapped[int(directory.name)] = {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
-    ours = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
-        ours |= more
-    lone = {pid for pid in parents if parents[pid] == 1}  # whoever started them is gone: they may be ours
-    return {name for pid, names in mapped.items() if pid not in ours | lone for name in names}
+    Args:
+        of_vllm: those of vLLM's ranks too, which other tests may be running meanwhile.
+    """
+    ignored = ("sem.", "psm_") if of_vllm else ("sem.", "psm_", "vllm_dist_")
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(ignored)}
 
 
 def num_fds() -> int:

@@ -218,7 +218,7 @@ def test_a_rank_that_dies_takes_its_engine_along_and_nothing_else(
 ) -> None:
     single = module_lab.engine(model, options).ready()
     single.one(CASES[276])
-    names, server = shm_names(), server_pid(disk)
+    names, server = shm_names(of_vllm=True), server_pid(disk)
     workers = ranks(engine)
     segments = set.union(*map(pool_files, workers))
     engine.add("left", CASES[276])
@@ -227,7 +227,7 @@ def test_a_rank_that_dies_takes_its_engine_along_and_nothing_else(
         engine.finish("left")
     engine.kill()
     wait_until(lambda: not any(Path(f"/proc/{pid}/maps").exists() for pid in [*workers, engine.pid]))
-    assert shm_names() <= names
+    assert shm_names(of_vllm=True) <= names
 
     wait_until(lambda: not pool_files(server) & segments, 30.0)
     drain(disk)

@@ -67,7 +67,7 @@ def check_nothing_is_left(stage: Stage, engine: str, segments: set[str], shm: se
             found.append("a session in the store server")
         if address(engine)[1:] in Path("/proc/net/unix").read_text():
             found.append("a pool socket")
-        found += sorted(shm_names() - shm)
+        found += sorted(shm_names(of_vllm=True) - shm)
         return found
 
     wait_until(lambda: not left(), _GONE_S, f"the engine that died left behind: {', '.join(left())}")
@@ -95,7 +95,7 @@ class EngineDies(Kind):
         self._witness = Witness(stage, rng)
         self._engine = stage.engines["local"]
         self._engine_id = self._engine.call("stat")["engine_id"]
-        self._segments, self._shm = pool_files(self._engine.pid), shm_names()
+        self._segments, self._shm = pool_files(self._engine.pid), shm_names(of_vllm=True)
         self._engine.call("die_at", point=self._point, number=rng.randint(1, 4))
 
     def struck(self, stage: Stage) -> int:
@@ -118,7 +118,7 @@ class EngineDiesAtStart(EngineDies):
     def begin(self, stage: Stage, rng: random.Random) -> None:
         self._witness = Witness(stage, rng)
         os.killpg(stage.engines["local"].pid, signal.SIGKILL)
-        self._shm = shm_names()
+        self._shm = shm_names(of_vllm=True)
         env: dict[str, str | None] = {"TIERKV_TEST_DIE_AT": rng.choice(POOL)}
         self._engine_id = new_engine_id(rng)
         self._engine = stage.start_engine("local", env=env, transfer={"engine_id": self._engine_id})
@@ -135,7 +135,7 @@ class WorkerDies(Kind):
 
     def begin(self, stage: Stage, rng: random.Random) -> None:
         self._witness = Witness(stage, rng)
-        self._num_struck, self._shm = 0, shm_names()
+        self._num_struck, self._shm = 0, shm_names(of_vllm=True)
         before = stage.engines["local"]
         env: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         self._engine_id = new_engine_id(rng)
