@@ -34,11 +34,11 @@ class FileChecks:
     """Threads that ask a file system.
 
     Args:
-        wait_s: seconds that a caller waits.
+        wait_s: seconds that a caller waits; None: ``WAIT_S``.
     """
 
-    def __init__(self, wait_s: float = WAIT_S) -> None:
-        self._wait_s = wait_s
+    def __init__(self, wait_s: float | None = None) -> None:
+        self._wait_s = WAIT_S if wait_s is None else wait_s
         self._todo: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._under_way: dict[Hashable, _Question] = {}
         self._num_threads = 0

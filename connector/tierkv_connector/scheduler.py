@@ -130,6 +130,7 @@ class Scheduler:
         self.hash_tokens = offer.layout.block_tokens
         self._model = ""
         self._identity = secrets.token_bytes(32)  # until the content's is known: nobody else's
+        self._named = b"", b""  # an identity, and the namespace that it has
         self._shareable = False
         self._found: tuple[bytes, StoreClient | None] | None = None
         self.epochs = Epochs(config.weights_version)
@@ -805,7 +806,10 @@ class Scheduler:
 
     @property
     def _ns_id(self) -> bytes:
-        return Namespace(self._identity.hex(), self._model, self.layout, self._shard).ns_id()
+        if self._named[0] != self._identity:  # digests of a layout of many layers are not for every request
+            namespace = Namespace(self._identity.hex(), self._model, self.layout, self._shard)
+            self._named = self._identity, namespace.ns_id()
+        return self._named[1]
 
     def stat(self) -> HostStat:
         """Return this engine's counters. Safe from any thread."""
