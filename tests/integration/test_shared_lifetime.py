@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,6 +253,29 @@ def test_usage_follows_stores_evictions_and_what_redis_lost(tier: MakeTier, serv
     a.drop_namespace(NS_ID)
     assert a.usage(NS_ID) == {}
     assert server.client().dbsize() <= 1  # the usage that was just asked for
+
+
+def test_what_others_store_with_the_first_store_is_not_taken_for_lost(
+    tier: MakeTier, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = tier(), tier()
+    _, first = make_chain(NAMESPACE, 3, salt="one")
+    _, second = make_chain(NAMESPACE, 5, salt="two")
+    recounts: list[bytes] = []
+    monkeypatch.setattr(a.quotas, "recount_soon", recounts.append)
+    lengths = a._index.lengths
+
+    def after_another(*args: Any, **options: Any) -> list[int]:
+        monkeypatch.setattr(a._index, "lengths", lengths)
+        b.store(NS_ID, second)
+        return lengths(*args, **options)
+
+    monkeypatch.setattr(a._index, "lengths", after_another)
+    a.store(NS_ID, first)
+    assert recounts == [] and used(a) == 8 * NBYTES
+    server.client().delete(NAMES.usage(NS_ID))
+    a.store(NS_ID, make_chain(NAMESPACE, 2, salt="three")[1])
+    assert recounts == [NS_ID], "and what is lost is found"
 
 
 def test_usage_that_is_wrong_is_counted_anew(tier: MakeTier, server: RedisServer) -> None:

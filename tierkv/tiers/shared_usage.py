@@ -170,10 +170,16 @@ class SharedUsage:
         refused = [size for size, ok in zip(sizes, admitted, strict=True) if not ok]
         if refused:
             self.count(ns_id, refused, -1)
-        lost = replies[0] == 1 and any(self._index.lengths([ns_id]))  # there are rows, and nobody had counted any
-        if lost or (refused and self._clock() - counted_at > FULL_RECOUNT_S):
+        if (replies[0] == 1 and self._is_lost(ns_id)) or (refused and self._clock() - counted_at > FULL_RECOUNT_S):
             self.recount_soon(ns_id)
         return admitted
+
+    def _is_lost(self, ns_id: bytes) -> bool:
+        """Return whether there are rows that nobody has counted. Rows are read first: they are counted before they are
+        there, so that what others store meanwhile is not taken for lost, and then counted twice.
+        """
+        num_rows = sum(self._index.lengths([ns_id]))
+        return num_rows > 0 and num_rows > sum(u.num_entries for u in self._read_usage(ns_id)[0].values())
 
     def _is_over(self, ns_id: bytes, usage: dict[bytes, Usage], tenants: Iterable[bytes]) -> bool:
         """Return whether a quota that these tenants' stores count in is exceeded."""
