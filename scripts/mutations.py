@@ -376,8 +376,8 @@ MUTATIONS = (
         "tierkv/keys.py",
         (
             (
-                "    parts = [_part(Part.PARENT, parent), _part(Part.TOKENS, tokens)]\n",
-                "    parts = [_part(Part.PARENT, parent), _part(Part.TOKENS, str(hash(str(tokens))).encode())]\n",
+                "parent = sha256(parent_head + parent + chunk).digest()",
+                "parent = sha256(parent_head + parent + str(hash(chunk)).encode()).digest()",
             ),
         ),
         CONTRACT + "::test_13_keys_are_the_same_in_every_process",
