@@ -18,6 +18,7 @@ The bytes are the same in every process, on every vLLM and Python version, and f
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -98,10 +99,15 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
     Raises:
         OverflowError: an id is negative or needs more than 32 bits.
     """
+    return packed_view(tokens).tobytes()
+
+
+def packed_view(tokens: Iterable[int]) -> memoryview:
+    """Return what :func:`pack_tokens` gives without a copy, which is half the cost of a long prompt."""
     packed = array("I", tokens)
     if sys.byteorder == "big":
         packed.byteswap()
-    return packed.tobytes()
+    return memoryview(packed).cast("B")
 
 
 def next_key(parent: bytes, tokens: bytes, extras: Iterable[Extra] = ()) -> bytes:
@@ -135,23 +141,31 @@ def chain_keys(
     """
     step = chunk_tokens * 4
     num_chunks = len(tokens) // chunk_tokens
-    packed = pack_tokens(tokens[start * chunk_tokens :] if start else tokens)[: max(0, num_chunks - start) * step]
+    packed = packed_view(tokens[start * chunk_tokens :] if start else tokens)[: max(0, num_chunks - start) * step]
     if not extras and len(root) == KEY_NBYTES:
-        return _plain_chain(root, packed, step)
+        return packed_chain(root, packed, chunk_tokens)
     keys: list[bytes] = []
     parent = root
     for i, at in enumerate(range(0, len(packed), step), start):
-        parent = next_key(parent, packed[at : at + step], (extras or {}).get(i, ()))
+        parent = next_key(parent, bytes(packed[at : at + step]), (extras or {}).get(i, ()))
         keys.append(parent)
     return keys
 
 
-def _plain_chain(parent: bytes, packed: bytes, step: int) -> list[bytes]:
-    """Return what :func:`next_key` gives chunk after chunk, at a third of its cost: long prompts have thousands."""
-    parent_head, tokens_head, sha256 = _head(Part.PARENT, KEY_NBYTES), _head(Part.TOKENS, step), hashlib.sha256
+def packed_chain(root: bytes, packed: bytes | memoryview, chunk_tokens: int) -> list[bytes]:
+    """Return what :func:`next_key` gives chunk after chunk, at a third of its cost: long prompts have thousands.
+
+    Args:
+        root: the chain's root, or the key of the chunk before: 32 bytes.
+        packed: the tokens of whole chunks, as :func:`pack_tokens` or :func:`packed_view` gives them.
+        chunk_tokens: tokens a chunk.
+    """
+    step, sha256 = 4 * chunk_tokens, hashlib.sha256
+    parent_head, tokens_head = _head(Part.PARENT, KEY_NBYTES), _head(Part.TOKENS, step)
     keys: list[bytes] = []
-    for chunk in [tokens_head + packed[at : at + step] for at in range(0, len(packed), step)]:
-        parent = sha256(parent_head + parent + chunk).digest()
+    parent = root
+    for (chunk,) in struct.iter_unpack(f"{step}s", packed):
+        parent = sha256(parent_head + parent + tokens_head + chunk).digest()
         keys.append(parent)
     return keys
 

@@ -19,6 +19,7 @@ import msgspec
 
 from tierkv import __version__
 from tierkv.asked import AskedLog
+from tierkv.chains import ChainMemo
 from tierkv.client import StoreClient
 from tierkv.config import (
     COMMAND_NBYTES,
@@ -32,7 +33,7 @@ from tierkv.config import (
 from tierkv.errors import ConfigError
 from tierkv.hostindex import Entry, Fetch, HostIndex
 from tierkv.identity import FileHashes
-from tierkv.keys import ANCHOR_SPAN, chain_keys, root_key, tenant_digest
+from tierkv.keys import ANCHOR_SPAN, root_key, tenant_digest
 from tierkv.launcher import Launcher
 from tierkv.layout import Namespace
 from tierkv.messages import FROM_DISK, FROM_SHARED, Hello, HostEntry, HostStat
@@ -116,6 +117,7 @@ class Scheduler:
         self.layout = offer.layout
         self._shard = offer.namespace_shard
         self._tables = offer.layout.tables()
+        self._chains = ChainMemo(offer.layout.chunk_tokens)
         self.pool = pool
         self.index = HostIndex(pool, make_policy(config.policy.get("host", DEFAULT_POLICY)))
         self.client: StoreClient | None = None
@@ -522,8 +524,7 @@ class Scheduler:
         shareable = self._shareable and self.epochs.shared
         keys: list[bytes] = []
         if root is not None:
-            size = self.layout.chunk_tokens
-            keys = content.keys if content else chain_keys(root, request.prompt_token_ids, size)
+            keys = content.keys if content else self._chains.keys(root, request.prompt_token_ids)
         state = RequestState(request, root or b"", keys, tenant_digest(tenant), self.epochs.of_new_requests, shareable)
         state.role, state.content = self.role, content
         return state

@@ -14,6 +14,7 @@ import pytest
 
 from scheduler_cost import BLOCK_TOKENS, WINDOW, Half, Prompt, Shape
 from tierkv import keys as keys_module
+from tierkv.chains import RUN_TOKENS
 from tierkv_connector.compat import GpuCache
 
 CHUNK_TOKENS = 64
@@ -88,6 +89,9 @@ def test_keys_are_hashed_once(half: Half, counts: Counts) -> None:
     half.ask(prompt)
     half.step([])
     assert counts.take()[0] == 0
+    half.add(prompt.again())
+    rest = NUM_TOKENS % RUN_TOKENS // CHUNK_TOKENS
+    assert counts.take()[0] == rest + 1, "what came before is looked up, but for the rest after its last whole run"
 
 
 def test_a_miss_by_the_filter_is_one_question(half: Half, counts: Counts) -> None:
