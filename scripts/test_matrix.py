@@ -70,6 +70,7 @@ ROWS = (
     Row("pooling", ("test_pooling.py",), r"."),
     Row("groups", ("test_groups.py",), r"."),
     Row("recurrent", ("test_recurrent.py",), r"."),
+    Row("quantized", ("test_quantized.py",), r"."),
     Row("ranks", ("test_ranks.py",), r"."),
     Row("small-loads", ("test_sync_loads.py",), r"."),
     Row("steps", ("test_steps.py",), r"."),
@@ -143,11 +144,11 @@ def collect(version: str, tests: list[str]) -> list[str]:
 
 
 def run(version: str, ids: list[str]) -> tuple[dict[str, Cell], str]:
-    """Run tests on a version, and return its column by row, and the end of pytest's output where a test failed."""
+    """Run tests on a version, and return its column by row, and what pytest said where a test failed."""
     env = os.environ | {vllm_versions.VARIABLE: version}
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
-        args = ["-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}", *ids]
+        args = ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}", *ids]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *args],
             cwd=ROOT,
@@ -160,7 +161,7 @@ def run(version: str, ids: list[str]) -> tuple[dict[str, Cell], str]:
         if done.returncode not in (0, 1) or not report.exists():  # the others: it could not run as it was called
             sys.exit(f"pytest did not run with vLLM {version}:\n{done.stdout}{done.stderr}")
         column = read_report(report)
-    return column, "" if not done.returncode else done.stdout[-6000:]
+    return column, "" if not done.returncode else done.stdout
 
 
 def read_report(report: Path) -> dict[str, Cell]:
@@ -205,19 +206,16 @@ def write(text: str) -> None:
 def main() -> int:
     """Run what the arguments ask for."""
     args = parse_arguments()
-    results, ends = load(args.json), {}
+    results = load(args.json)
     for version in args.versions:
         vllm_versions.engine_env(version)  # unpacked before the clock starts
         began, ids = time.monotonic(), collect(version, args.tests)
-        column, ends[version] = run(version, ids)
+        column, said = run(version, ids)
         results[version] = results.get(version, {}) | column
         num_failed = sum(cell.failed for cell in column.values())
         took = f"{time.monotonic() - began:.0f} s"
-        print(f"vLLM {version}: {num_failed} of {len(ids)} failed, {took}", file=sys.stderr, flush=True)
+        print(f"vLLM {version}: {num_failed} of {len(ids)} failed, {took}\n{said}", file=sys.stderr, flush=True)
         save(args.json, results)
-    for version, end in ends.items():
-        if end:
-            print(f"\n=== vLLM {version}\n{end}", file=sys.stderr)
     results = {version: results[version] for version in vllm_versions.ALL if version in results}
     print(text := f"{table(results)}\n\n{environment()}")
     if args.write and len(results) < len(vllm_versions.ALL):

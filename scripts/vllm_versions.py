@@ -47,6 +47,12 @@ def installed() -> str:
     return ""
 
 
+def wanted_minor() -> tuple[int, int]:
+    """Return the first two numbers of the wanted version; zeros where there is no vLLM."""
+    major, minor = (wanted() or "0.0").split(".")[:2]
+    return int(major), int(minor)
+
+
 def wanted() -> str:
     """Return the version that tests are to run: ``TIERKV_VLLM``'s, else the environment's own."""
     return os.environ.get(VARIABLE) or installed()

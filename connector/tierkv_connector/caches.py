@@ -12,7 +12,7 @@ from tierkv import __version__
 from tierkv.errors import ConfigError
 from tierkv.layout import CHUNKED_LOCAL, RECURRENT, BlockTable, LayerGroup, Layout, chunk_tokens_for
 from tierkv_connector import recurrent
-from tierkv_connector.compat import KVConnectorTransferResults
+from tierkv_connector.compat import KVConnectorTransferResults, quantized_format
 from tierkv_connector.device import Region, block_matrix, make_regions
 
 WINDOWED = {"SlidingWindowSpec": "sliding_window", CHUNKED_LOCAL: "attention_chunk_size"}
@@ -156,8 +156,8 @@ def _parts(
     """Return the layers of a group, those of one shape together."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, spec in group.specs.items():
-        cache = kv_caches[name]
-        what = _kind(spec), _heads(spec), _window(spec), _shape(cache), _order(cache), _dtype(spec, cache)
+        cache, layer = kv_caches[name], _layer(vllm_config, name)
+        what = _kind(spec), _heads(spec), _window(spec), _shape(cache), _order(cache), _dtype(spec, cache, layer)
         alike.setdefault(what, []).append(name)
     return [
         LayerGroup(
@@ -195,8 +195,16 @@ def _heads(spec: Any) -> tuple[int, int]:
     return int(getattr(spec, "num_kv_heads", 1)), int(getattr(spec, "head_size", 0))
 
 
-def _dtype(spec: Any, cache: torch.Tensor) -> str:
-    return recurrent.content(spec) if _kind(spec) == RECURRENT else str(cache.dtype).removeprefix("torch.")
+def _dtype(spec: Any, cache: torch.Tensor, layer: Any) -> str:
+    """Return what the elements are: where KV is quantized what vLLM calls it, whose tensors then are of mere bytes."""
+    if _kind(spec) == RECURRENT:
+        return recurrent.content(spec)
+    return quantized_format(layer) or str(cache.dtype).removeprefix("torch.")
+
+
+def _layer(vllm_config: Any, name: str) -> Any:
+    """Return vLLM's layer of that name; None where it has no such layer."""
+    return vllm_config.compilation_config.static_forward_context.get(name)
 
 
 def _shape(cache: torch.Tensor) -> tuple[int, ...]:
@@ -215,14 +223,18 @@ def _block_nbytes(cache: torch.Tensor, num_blocks: int) -> int:
 
 def _backend(vllm_config: Any, kind: str, layer_name: str, cache: torch.Tensor, block_tokens: int) -> tuple[str, str]:
     """Return the attention backend's name and the instruction set that it packs the cache for."""
-    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    layer = _layer(vllm_config, layer_name)
     backend = layer.get_attn_backend().get_name() if layer is not None else "unknown"
     if cache.device.type != "cpu":
         return backend, cache.device.type
     if kind == RECURRENT:
         return backend, recurrent.isa()
-    from vllm.v1.attention.backends import cpu_attn
+    isa = getattr(layer, "isa", None)  # from 0.29 on vLLM says so itself
+    if isa is None:
+        from vllm.v1.attention.backends import cpu_attn
 
-    head_size = getattr(layer, "head_size", None)
-    isa = cpu_attn._get_attn_isa(cache.dtype, block_tokens, head_size, vllm_config.cache_config.cache_dtype)
+        head_size = getattr(layer, "head_size", None)
+        # Of quantized KV too it packs for the model's own type.
+        dtype = vllm_config.model_config.dtype
+        isa = cpu_attn._get_attn_isa(dtype, block_tokens, head_size, vllm_config.cache_config.cache_dtype)
     return backend, str(isa)

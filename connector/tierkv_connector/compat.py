@@ -22,6 +22,9 @@ _MAX_LOOKUPS = 512
 #: Ranks whose pool segments one message to the store server carries, beside its lease socket.
 MAX_RANKS = 63
 
+#: What vLLM calls KV that is not quantized.
+_PLAIN_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
+
 VLLM_VERSION = str(getattr(vllm, "__version__", "unknown"))
 
 #: What a connector of ours cannot do without. All of it is there from 0.26 on.
@@ -162,6 +165,25 @@ def pipeline_rank(parallel: Any) -> int:
     from vllm.distributed.parallel_state import get_pp_group
 
     return int(get_pp_group().rank_in_group)
+
+
+def quantized_format(layer: Any) -> str:
+    """Return how a layer's KV is quantized, in vLLM's words; empty where its cache holds plain numbers.
+
+    Layers of one model may differ (``kv_cache_dtype_skip_layers``). One word has two meanings on some hardware: eight
+    bits with another exponent bias on older AMD GPUs, and four bits packed as each family of NVIDIA GPUs reads them.
+    """
+    name = str(getattr(layer, "kv_cache_dtype", "auto"))
+    if name in _PLAIN_KV:
+        return ""
+    from vllm.platforms import current_platform
+
+    if name in ("fp8", "fp8_e4m3"):
+        return "fp8_e4m3fnuz" if current_platform.is_fp8_fnuz() else "fp8_e4m3"
+    if name.startswith("nvfp4"):
+        capability = current_platform.get_device_capability()
+        return f"{name}_sm{capability.to_int()}" if capability is not None else name
+    return name
 
 
 class BlockTables:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from pathlib import Path
@@ -100,9 +101,17 @@ def _directory(model: Any) -> Path:
 
 
 def _settings(vllm_config: Any) -> dict[str, Any]:
-    """Return what besides the files decides the KV of a prompt, as plain values."""
+    """Return what besides the files decides the KV of a prompt, as plain values.
+
+    Of options that few use, those that are not used are left out, so that versions of vLLM that lack them agree.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    return {
+    rare = {
+        "quantization_config": _plain(_fields_of(getattr(model, "quantization_config", None))),
+        "config": _plain(_config(model)) if getattr(model, "hf_config_path", None) else None,
+        "model_class_overrides": _plain(getattr(model, "model_class_overrides", None)),
+    }
+    return {name: value for name, value in rare.items() if value} | {
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "hf_overrides": _plain(getattr(model, "hf_overrides", None)),
@@ -111,6 +120,13 @@ def _settings(vllm_config: Any) -> dict[str, Any]:
         "sliding_window": getattr(cache, "sliding_window", None),
         "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
     }
+
+
+def _fields_of(value: Any) -> Any:
+    """Return the fields of a dataclass that say something, and anything else as it is."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    return {name: field for name, field in dataclasses.asdict(value).items() if field}
 
 
 def _config(model: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine_process import CHUNK_TOKENS, THROUGH, Answer, Engine, Lab, Prompts, admin, drain, server_pid
-from leaks import pool_files, shm_names
+from leaks import holders, pool_files, processes, shm_names
 from records import wait_until
 from servers import RedisServer
 from tierkv.client import AdminClient
@@ -171,32 +171,6 @@ def test_a_redis_that_answers_nothing(
         return counters["shared_hits"] == 4 * len(prompts)
 
     wait_until(hits, 60.0)
-
-
-def processes(group: int, mark: str | None = None) -> set[int]:
-    """Return the processes of a group, and those that were started with a mark in their environment."""
-    found = set()
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
-            environ = (directory / "environ").read_bytes()
-        except OSError:
-            continue
-        if fields[0] != "Z" and (int(fields[2]) == group or (mark and mark.encode() in environ)):
-            found.add(int(directory.name))
-    return found
-
-
-def holders(segments: set[str]) -> set[int]:
-    """Return the processes that have one of these pool segments open or mapped."""
-    found = set()
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            if segments & pool_files(directory.name):
-                found.add(int(directory.name))
-        except OSError:
-            continue
-    return found
 
 
 def shm_of(pids: set[int]) -> set[Path]:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from api_server import api_server
+from api_server import api_server, write_tokenizer
 from engine_process import CHUNK_TOKENS, VOCAB, Answer, Engine, Lab, Prompts, admin, drain
 from tierkv.keys import tenant_digest
 from tierkv.sessions import session_digest
@@ -195,21 +194,6 @@ def test_nonsense_fails_nothing(engine: Engine, params: Any, ignored: set[str]) 
 
 
 # -- the OpenAI server
-
-
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer with a word for every token id, ``w0`` to ``w2047``, and a chat template that adds nothing."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.decoder = decoders.Fuse()
-    words.save(str(directory / "tokenizer.json"))
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "w0",
-        "model_max_length": 2560,
-        "chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 @pytest.fixture(scope="module")

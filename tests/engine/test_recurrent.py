@@ -18,9 +18,10 @@ from records import wait_until
 from seeded_kinds import write_seeded
 from servers import RedisServer
 from tierkv.layout import MARK_NBYTES, RECURRENT
+from vllm_versions import wanted_minor
 
 #: vLLM's major and minor version.
-VERSION = tuple(int(part) for part in os.environ.get("TIERKV_VLLM", "0.32").split(".")[:2])
+VERSION = wanted_minor()
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(VERSION < (0, 30), reason="models with several KV cache groups are refused before vLLM 0.30"),

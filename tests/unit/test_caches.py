@@ -39,20 +39,26 @@ def group(spec: Any, *layers: str, **flags: Any) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(list(layers), spec, **flags)
 
 
-def vllm_config(backend: str = "FAKE_ATTN") -> Any:
-    """What vLLM knows of its layers: their backends."""
-    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), head_size=64)
-    context = {name: layer for name in ("a", "b", "c", "d")}
+def vllm_config(backend: str = "FAKE_ATTN", quantized: dict[str, str] | None = None, **more: Any) -> Any:
+    """What vLLM knows of its layers: their backends, and how the KV of some is quantized."""
+    context = {}
+    for name in ("a", "b", "c", "d"):
+        context[name] = SimpleNamespace(
+            get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), head_size=64, **more
+        )
+        if quantized is not None:
+            context[name].kv_cache_dtype = quantized.get(name, "auto")
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
 
 
 def described(groups: list[CacheGroup], caches: dict[str, torch.Tensor], **options: Any) -> Layout:
-    backend = options.pop("backend", "FAKE_ATTN")
+    layers = {name: options.pop(name) for name in ("backend", "quantized", "isa") if name in options}
     defaults = {"num_parts": 1, "wanted": None}
-    return describe(groups, caches, NUM_BLOCKS, vllm_config=vllm_config(backend), **(defaults | options))
+    return describe(groups, caches, NUM_BLOCKS, vllm_config=vllm_config(**layers), **(defaults | options))
 
 
 def cache(num_bytes: int = 0) -> torch.Tensor:
@@ -271,6 +277,66 @@ def test_what_a_cpu_packs_for_is_a_part_of_the_layout(monkeypatch: pytest.Monkey
         assert layout.isa == isa
         ids.add(layout.layout_id())
     assert len(ids) == 3
+
+
+def test_what_vllm_packs_for_is_told_by_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = served_groups(config(group(FULL, "a")))
+    assert described(groups, {"a": cache()}, isa="amx").isa == "amx"
+    assert described(groups, {"a": cache()}, isa="vec").isa == "vec"
+
+
+def test_quantized_kv_is_packed_for_the_type_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model in bfloat16 for AMX where there is AMX, whatever the elements of the cache are."""
+    groups = served_groups(config(group(FULL, "a")))
+    for has_amx, isa in ((True, "amx"), (False, "vec")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+        wide = {"a": torch.zeros(NUM_BLOCKS, 2, 32, 16, dtype=torch.uint8)}
+        blocks = [each._replace(block_tokens=32) for each in groups]
+        assert described(blocks, wide, quantized={"a": "fp8"}).isa == isa
+
+
+FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8_per_token_head", "int4_per_token_head", "nvfp4", "turboquant_k8v4")
+
+
+def test_formats_of_quantized_kv_are_told_apart() -> None:
+    """vLLM's tensors are of bytes for all of them."""
+    groups = served_groups(config(group(FULL, "a")))
+    caches = {"a": torch.zeros(NUM_BLOCKS, 2, 16, 16, dtype=torch.uint8)}
+    layouts = [described(groups, caches, quantized={"a": name}) for name in FORMATS]
+    assert [layout.dtype for layout in layouts] == list(FORMATS)
+    assert len({layout.layout_id() for layout in layouts}) == len(FORMATS)
+    assert described(groups, caches, quantized={"a": "fp8"}) == layouts[0], "two words for one format"
+    assert described(groups, caches).dtype == described(groups, caches, quantized={}).dtype == "uint8"
+    for name in ("auto", "bfloat16", "float16"):
+        assert described(groups, {"a": cache()}, quantized={"a": name}).dtype == "float32"
+
+
+def test_layers_that_are_not_quantized_are_told_apart() -> None:
+    groups = served_groups(config(group(FULL, "a", "b", "c")))
+    caches = {name: torch.zeros(NUM_BLOCKS, 2, 16, 16, dtype=torch.uint8) for name in "abc"}
+    some = [described(groups, caches, quantized=dict.fromkeys(names, "fp8")) for names in ((), "a", "b", "ab", "abc")]
+    assert len({layout.layout_id() for layout in some}) == len(some)
+    assert [(g.layers, g.dtype) for g in some[2].groups] == [(("a", "c"), ""), (("b",), "fp8_e4m3")]
+
+
+def test_one_word_for_two_formats_of_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    groups = served_groups(config(group(FULL, "a")))
+    caches = {"a": torch.zeros(NUM_BLOCKS, 2, 16, 16, dtype=torch.uint8)}
+
+    def dtypes() -> list[str]:
+        return [described(groups, caches, quantized={"a": name}).dtype for name in ("fp8", "fp8_e5m2", "nvfp4")]
+
+    assert dtypes() == ["fp8_e4m3", "fp8_e5m2", "nvfp4"]
+    monkeypatch.setattr(current_platform, "is_fp8_fnuz", lambda: True)
+    assert dtypes() == ["fp8_e4m3fnuz", "fp8_e5m2", "nvfp4"]
+    monkeypatch.setattr(current_platform, "is_fp8_fnuz", lambda: False)
+    for number in (100, 120):
+        capability = SimpleNamespace(to_int=lambda number=number: number)
+        monkeypatch.setattr(current_platform, "get_device_capability", lambda capability=capability: capability)
+        assert dtypes() == ["fp8_e4m3", "fp8_e5m2", f"nvfp4_sm{number}"]
 
 
 # -- what a step gives out

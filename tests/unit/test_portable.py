@@ -75,7 +75,7 @@ def vllm_config(num_heads: int, backend: str = "FLASH_ATTN") -> Any:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(LAYERS, layer)),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: num_heads),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: num_heads, dtype=torch.bfloat16),
     )
 
 

@@ -83,7 +83,7 @@ class Ranks:
             kv_transfer_config=SimpleNamespace(engine_id=self.engine_id),
             parallel_config=SimpleNamespace(tensor_parallel_size=len(caches) // stages, pipeline_parallel_size=stages),
             compilation_config=SimpleNamespace(static_forward_context={"a": layer} if heads else {}),
-            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads, dtype=torch.float32),
             cache_config=SimpleNamespace(cache_dtype="auto"),
         )
         self.caches = caches

@@ -43,6 +43,7 @@ def vllm_config() -> Any:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": layer, "b": layer}),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(dtype=torch.float32),
     )
 
 

@@ -45,6 +45,7 @@ class Engine:
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
             compilation_config=SimpleNamespace(static_forward_context={}),
             cache_config=SimpleNamespace(cache_dtype="auto"),
+            model_config=SimpleNamespace(dtype=torch.float32),
         )
         kv_cache_config = SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["a"], SPEC)], num_blocks=NUM_BLOCKS)
         config = EngineConfig.parse({"host_bytes": 1 << 20, "chunk_tokens": 32, "server": "off"})
