@@ -7,6 +7,7 @@ See :class:`engine_process.Engine` for the other side.
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -36,6 +37,7 @@ class Driver:
         self._finished: dict[str, dict[str, Any]] = {}
         self._asked: list[list[Any]] = []
         self._held: dict[str, list[float]] = {}
+        self._claims: list[list[Any]] = []
         self._num_failing = 0
         self._events: list[dict[str, Any]] | None = None
         self._requests: dict[tuple[tuple[int, ...], str | None], Any] = {}
@@ -176,6 +178,28 @@ class Driver:
         asked, self._asked = self._asked, []
         return asked
 
+    def claims(self) -> list[list[Any]]:
+        """Return the loads that vLLM has given blocks for since the last call.
+
+        Of each: the request, how many of its tokens are loaded, how many it has then, and how often it had been
+        preempted.
+        """
+        claims, self._claims = self._claims, []
+        return claims
+
+    def load_states_before(self, wrong: bool) -> None:
+        """Load recurrent state of the chunk before the one that it is asked for of; or go on as ever."""
+        from tierkv_connector.blocks import RequestBlocks
+
+        state = getattr(RequestBlocks._state, "__wrapped__", RequestBlocks._state)
+
+        @functools.wraps(state)
+        def before(*args: Any) -> list[Any]:
+            *rest, last = state(*args)
+            return [*rest[:-1], last, rest[-1]] if rest else [last]
+
+        RequestBlocks._state = before if wrong else state  # type: ignore[method-assign]
+
     def held(self) -> dict[str, float]:
         """Return for how many seconds the connector told vLLM to ask again, by request, since the last call."""
         held, self._held = self._held, {}
@@ -197,6 +221,7 @@ class Driver:
         """Forget past requests and questions, kept for tests that look back: memory is about to be measured."""
         self._requests.clear()
         self._asked.clear()
+        self._claims.clear()
 
     def wait_at_most(self, seconds: float) -> None:
         """Set for how long requests wait for their plans from now on."""
@@ -633,6 +658,15 @@ class Driver:
             return answer
 
         connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+        take = connector.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external: int) -> None:
+            if num_external:
+                about = [num_external, request.num_tokens, request.num_preemptions]
+                self._claims.append([_name(request.request_id), *about])
+            take(request, blocks, num_external)
+
+        connector.update_state_after_alloc = update_state_after_alloc
 
     def _keys(self, prompt: Sequence[int], salt: str | None) -> list[bytes]:
         from tierkv.keys import chain_keys, root_key

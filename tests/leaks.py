@@ -37,6 +37,32 @@ def pool_files(pid: int | str = "self") -> set[str]:
     return found
 
 
+def processes(group: int, mark: str | None = None) -> set[int]:
+    """Return the processes of a group, and those that were started with a mark in their environment."""
+    found = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
+            environ = (directory / "environ").read_bytes()
+        except OSError:
+            continue
+        if fields[0] != "Z" and (int(fields[2]) == group or (mark and mark.encode() in environ)):
+            found.add(int(directory.name))
+    return found
+
+
+def holders(segments: set[str]) -> set[int]:
+    """Return the processes that have one of these pool segments open or mapped."""
+    found = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if segments & pool_files(directory.name):
+                found.add(int(directory.name))
+        except OSError:
+            continue
+    return found
+
+
 def stop_process(pid: int) -> None:
     """Stop a process with SIGSTOP and wait until all its threads stand still: until then some may go on working."""
     os.kill(pid, signal.SIGSTOP)

@@ -162,6 +162,9 @@ def test_states_are_where_a_step_ends_and_where_vllm_says_so(pool: HostPool) -> 
     assert states.of_step(step([[1, 2, 3], [0, 0, 5], [0, 6]], []), "r", 12) == {}, "it ends inside a chunk"
     assert states.of_step(step(ids, [(1, 7, 8), (2, 8, 8), (1, 9, 12)]), "r", 15) == {0: {1: 7, 2: 8}}
     assert states.of_step(step(ids, [(1, 7, 8)]), "r", 15) == {}, "a group lacks it"
+    assert states.of_step(step(ids, [(1, 7, 12), (2, 8, 12)]), "r", 15) == {}, "it is inside a chunk"
+    assert states.of_step(step(ids, [(1, 7, 16), (2, 8, 16)]), "r", 15) == {}, "the step does not get there"
+    assert states.of_step(step([[1, 2, 3, 4], [0, 0, 0, 0], [0, 6]], []), "r", 16) == {}, "there is no block"
 
 
 def test_vllms_manager_gives_out_the_block_that_a_load_fills_and_the_next_step_reads() -> None:
