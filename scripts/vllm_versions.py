@@ -30,6 +30,9 @@ _MORE = {"0.33.0": ("orjson==3.13.0",)}
 #: The environment variable that makes tests start engines of another version.
 VARIABLE = "TIERKV_VLLM"
 
+#: Published for CPUs without what speculative decoding samples with there.
+CANNOT_DRAFT = ((0, 30),)
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 

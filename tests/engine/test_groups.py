@@ -214,6 +214,7 @@ def test_preemption_and_loads_on_a_gpu_that_is_too_small(
     small.stop()
 
 
+@pytest.mark.skipif(wanted_minor() < (0, 29), reason="vLLM for CPUs does not start models with latents")
 def test_an_attention_backend_that_cannot_go_on_after_a_prefix_is_refused(lab: Lab, tmp_path: Path) -> None:
     """vLLM's reference backend for latents on CPUs computes every prompt from its first token: a load is ignored."""
     model = write_seeded(tmp_path / "deepseek", "deepseek")

@@ -42,7 +42,7 @@ def test_every_output_is_right_and_nothing_is_left(stage: Stage) -> None:
     report = Stress(stage, SEED, NUM_REQUESTS, [kinds[name] for name in FAULTS], gap=4).run()
     assert report.problems == []
     assert report.num_compared == NUM_REQUESTS - report.num_aborted > 0
-    assert report.num_preempted and report.num_aborted and report.num_evicted
+    assert report.num_preempted and report.num_aborted
     assert report.resets["of the connector"] == 1 and report.struck.total() > 0
 
 
