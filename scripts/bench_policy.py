@@ -18,8 +18,9 @@ from rich.table import Table
 from bench_policy_baselines import BASELINES
 from bench_policy_plot import write_plot
 from bench_policy_replay import Cost, Tier, replay, replay_baseline
+from bench_policy_stack import replay_stack
 from bench_policy_traces import SYNTHETIC, Request, hints_of, one_off_scan, read_trace
-from tierkv.policy import POLICIES, make_policy
+from tierkv.policy import POLICIES, WEIGHS_ABOVE, make_policy
 
 #: Ours against an OrderedDict, per block and decision.
 OVERHEAD_BAR = 4.0
@@ -66,24 +67,31 @@ def compare(args: argparse.Namespace, requests: list[Request], cost: Cost) -> li
 
 
 def compare_stacks(args: argparse.Namespace, requests: list[Request], cost: Cost) -> list[dict[str, Any]]:
-    """Replay stacked tiers and each of them alone, by our policy and by LRU."""
+    """Replay a host pool over a disk as the product stacks them, and each alone, by our policy and by LRU.
+
+    Beside it the same with a disk that is not told what the pool keeps, and, as a limit, one that gives up at once
+    whatever the pool takes.
+    """
     rows = []
     hints = hints_of(requests, args.seed) if args.hints else None
+    label = "+".join(map(str, args.stack))
     for name in ("lru", "learned"):
-        stacks = [
-            *(("alone", [capacity]) for capacity in args.stack),
-            *((spill, args.stack) for spill in ("through", "on-evict", "move")),
-        ]
-        for spill, capacities in stacks:
-            tiers = [Tier(make_policy(name), capacity) for capacity in capacities]
-            step = progress(f"{name} {spill}", len(requests))
-            result = replay(tiers, requests, hints=hints, spill=spill, step=step)
-            rates = result.rates(cost)
-            if spill == "alone" and capacities[0] != args.stack[0]:
-                saved = sum(result.hits) * cost.saved_s(args.stack.index(capacities[0]))
-                rates["ttft_saved_s"] = saved
-            label = "+".join(map(str, capacities))
-            rows.append({"policy": name, "blocks": label, "spill": spill, **rates})
+        for tier, capacity in enumerate(args.stack):
+            step = progress(f"{name} alone", len(requests))
+            result = replay([Tier(make_policy(name), capacity)], requests, hints=hints, step=step)
+            saved = {"ttft_saved_s": sum(result.hits) * cost.saved_s(tier)}
+            rows.append({"policy": name, "blocks": str(capacity), "spill": "alone", **result.rates(cost), **saved})
+        for spill, tells in (("stacked", None), ("stacked, not told", False)):
+            if tells is False and name not in WEIGHS_ABOVE:
+                continue
+            result = replay_stack(
+                name, args.stack, requests, hints, progress(f"{name} {spill}", len(requests)), tells
+            ).result
+            rows.append({"policy": name, "blocks": label, "spill": spill, **result.rates(cost)})
+        tiers = [Tier(make_policy(name), capacity) for capacity in args.stack]
+        step = progress(f"{name} moved", len(requests))
+        result = replay(tiers, requests, hints=hints, moves=True, step=step)
+        rows.append({"policy": name, "blocks": label, "spill": "moved", **result.rates(cost)})
     return rows
 
 
@@ -227,7 +235,7 @@ def main() -> int:
     sizes = lambda text: [int(word) for word in text.split(",")]  # noqa: E731
     parser.add_argument("trace", nargs="?", metavar="TRACE", help="JSON lines, or synthetic:KIND")
     parser.add_argument("--blocks", type=sizes, default=[1000, 3000, 10_000, 30_000], help="sizes to replay at")
-    parser.add_argument("--stack", type=sizes, help="sizes of stacked tiers, the fastest first")
+    parser.add_argument("--stack", type=sizes, metavar="HOST,DISK", help="sizes of a host pool and the disk below it")
     parser.add_argument("--only", type=lambda text: text.split(","), help="policies to replay")
     parser.add_argument("--hints", action="store_true", help="give our policy the hints an application would give")
     parser.add_argument("--seed", type=int, default=0)
@@ -238,6 +246,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="write a plot (SVG) to this file")
     args = parser.parse_args()
+    if args.stack and len(args.stack) != 2:
+        parser.error("--stack takes two sizes, the host pool's and the disk's")
     console = Console(width=150 if not sys.stdout.isatty() else None)
     cost = Cost(args.prefill, args.token_nbytes)
     figures: dict[str, Any] = {}

@@ -58,10 +58,10 @@ class Tier:
     policy: Policy[int]
     capacity: int
 
-    def offer(self, key: int, parent: int, now: float, above: bool = False) -> tuple[bool, int | None]:
+    def offer(self, key: int, parent: int, now: float) -> tuple[bool, int | None]:
         """Store a block if the policy wants it and room can be made; return whether, and what went for it."""
         room = len(self.policy) < self.capacity
-        if not self.policy.admit(key, now, room=room, above=above):
+        if not self.policy.admit(key, now, room=room):
             return False, None
         gone = None
         if not room:
@@ -78,14 +78,15 @@ def replay(
     requests: Sequence[Request],
     *,
     hints: Sequence[Hint] | None = None,
-    spill: str = "through",
+    moves: bool = False,
     step: Step = lambda i: None,
 ) -> Result:
     """Replay requests: the leading run that any tier holds is a hit; the rest is offered to every tier.
 
     Args:
-        spill: ``"through"``: a tier is offered at once what one above it holds, and told so; ``"on-evict"``: only when
-            that lets go of it; ``"move"``: so, and what a tier above takes is dropped below.
+        moves: of stacked tiers: a block is offered to a tier when the one above lets go of it or does not take it, and
+            what one takes is dropped below, so that each is held once. A limit, not what the product does
+            (:mod:`bench_policy_stack`): a copy is all there is of it.
     """
     result = Result(0, [0] * len(tiers), [0] * len(tiers))
     parents: dict[int, int] = {}
@@ -100,21 +101,19 @@ def replay(
         for tier_ in tiers:
             tier_.policy.note(chain, now, hint=hints[i] if hints else None)
         parents.update(zip(chain, (ROOT, *chain), strict=False))
-        _store(tiers, chain, parents, now, spill, result)
-        if spill == "move":
+        _store(tiers, chain, parents, now, result)
+        if moves:
             _drop_copies(tiers, chain)
     return result
 
 
-def _store(
-    tiers: Sequence[Tier], chain: Sequence[int], parents: dict[int, int], now: float, spill: str, result: Result
-) -> None:
-    """Offer each tier what it lacks of a chain, until none keeps one: what follows would be of no use without it."""
+def _store(tiers: Sequence[Tier], chain: Sequence[int], parents: dict[int, int], now: float, result: Result) -> None:
+    """Offer each tier what it and those above lack of a chain, until none keeps one: what follows is of no use then."""
     for key in chain:
         above = False
         for t, tier in enumerate(tiers):
-            if key not in tier.policy and (spill == "through" or not above):
-                stored, gone = tier.offer(key, parents[key], now, above)
+            if key not in tier.policy and not above:
+                stored, gone = tier.offer(key, parents[key], now)
                 result.writes[t] += stored
                 _sink(tiers[t + 1 :], gone, parents, now, result)
             above = above or key in tier.policy

@@ -8,9 +8,10 @@ from functools import lru_cache
 
 from bench_policy_traces import Request
 from records import CHUNK_TOKENS, Clock, fetch, make_namespace
-from tierkv.hostindex import HostIndex
+from tierkv.hostindex import Entry
 from tierkv.keys import anchor_index
 from tierkv.payload import HEADER_NBYTES, Header, checksum, record_nbytes
+from tierkv.policy import Hint
 from tierkv.tiers.base import Offer, Record, Ref, Status
 from tierkv.tiers.disk import DiskTier
 
@@ -33,13 +34,18 @@ def key_of(block: int) -> bytes:
 
 def record_of(keys: Sequence[bytes], i: int, tenant: bytes, now: float) -> Record:
     """Return the record of a chain's chunk."""
+    return make_record(keys[i], keys[i - 1] if i else bytes(32), keys[anchor_index(i)], i, tenant, now)
+
+
+def make_record(key: bytes, parent: bytes, anchor: bytes, position: int, tenant: bytes, now: float) -> Record:
+    """Return a record whose payload is that of all."""
     header = Header(
         layout_id=NAMESPACE.layout.layout_id(),
         ns_id=NS_ID,
-        key=keys[i],
-        parent=keys[i - 1] if i else bytes(32),
-        anchor=keys[anchor_index(i)],
-        position=i,
+        key=key,
+        parent=parent,
+        anchor=anchor,
+        position=position,
         num_tokens=CHUNK_TOKENS,
         tenant=tenant,
         created=now,
@@ -122,49 +128,33 @@ def orphans(tier: DiskTier) -> list[bytes]:
     return [key for key, entry in entries.items() if entry.position and entry.parent not in entries]
 
 
-class StackReplay:
-    """The same with a host index above, and what the connector does between the two, one request at a time."""
+class DiskBelow:
+    """A disk tier below the host pool of a :class:`bench_policy_stack.Stack`."""
 
-    def __init__(self, tier: DiskTier, index: HostIndex, clock: Clock) -> None:
+    def __init__(self, tier: DiskTier, clock: Callable[[], float], engine: str = "engine", most: int = 1 << 20) -> None:
         tier.add_namespace(NAMESPACE)
+        tier.joined(engine, NS_ID, most)
         self.tier = tier
-        self.index = index
-        self.num_asked = self.num_host = self.num_disk = self.num_written = 0
         self._clock = clock
-        self._began = clock.now
+        self._engine = engine
 
-    @property
-    def num_hits(self) -> int:
-        return self.num_host + self.num_disk
+    def note(self, keys: Sequence[bytes], hint: Hint | None) -> None:
+        self.tier.note(NS_ID, bytes(16), keys, hint)
 
-    def run(self, requests: Iterable[Request]) -> None:
-        for time, blocks in requests:
-            self._clock.now = max(self._clock.now, self._began + time)
-            self.request([key_of(block) for block in blocks])
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.tier.match(NS_ID, refs_of(keys))
 
-    def request(self, keys: Sequence[bytes]) -> None:
-        """Make one request: what neither holds is computed, and what it needs passes through a slot."""
-        index, refs = self.index, refs_of(keys)
-        index.note(keys)
-        self.tier.note(NS_ID, bytes(16), keys)
-        on_disk = self.tier.match(NS_ID, refs)
-        in_pool = [index.get(key) is not None for key in keys]
-        hits = leading(a or b for a, b in zip(in_pool, on_disk, strict=True))
-        self.num_asked += len(keys)
-        self.num_host += sum(in_pool[:hits])
-        self.num_disk += hits - sum(in_pool[:hits])
-        index.touch(keys[: leading(in_pool)])
-        for i in range(len(keys)):
-            if index.get(keys[i]) is None:
-                self._enter(keys, i)
-        for at in range(hits, len(keys), _PER_COMMAND):
-            stop = min(at + _PER_COMMAND, len(keys))
-            records = [record_of(keys, i, bytes(16), self._clock.now) for i in range(at, stop)]
-            self.num_written += self.tier.store(NS_ID, records, offer=Offer.REQUEST).count(Status.OK)
+    def read(self, keys: Sequence[bytes]) -> None:
+        refs = [Ref(key, key) for key in keys]
+        results, _ = fetch(self.tier, NAMESPACE, refs[-1:])  # the bytes of one will do
+        assert results[0].status is Status.OK
 
-    def _enter(self, keys: Sequence[bytes], i: int) -> None:
-        parent = keys[i - 1] if i else bytes(32)
-        keep = self.index.admits(keys[i], parent)
-        entry = self.index.reserve(keys[i], parent, i, CHUNK_TOKENS, keys[anchor_index(i)], keep=keep)
-        if entry is not None:
-            self.index.filled(entry, "host")
+    def hold(self, took: Sequence[bytes], gone: Sequence[bytes]) -> bool:
+        return self.tier.hold(self._engine, took, gone)
+
+    def store(self, entries: Sequence[Entry]) -> list[bool]:
+        records = [self._record(entry) for entry in entries]
+        return [status is Status.OK for status in self.tier.store(NS_ID, records, offer=Offer.REQUEST)]
+
+    def _record(self, entry: Entry) -> Record:
+        return make_record(entry.key, entry.parent, entry.anchor, entry.position, bytes(16), self._clock())

@@ -202,6 +202,15 @@ class FaultyTier:
     def worth(self, ns_id: bytes, key: bytes) -> float:
         return self.inner.worth(ns_id, key)
 
+    def joined(self, engine: str, ns_id: bytes, most: int) -> None:
+        self.inner.joined(engine, ns_id, most)
+
+    def left(self, engine: str) -> None:
+        self.inner.left(engine)
+
+    def hold(self, engine: str, took: Sequence[bytes], gone: Sequence[bytes]) -> bool:
+        return self.inner.hold(engine, took, gone)
+
     def store(self, ns_id: bytes, records: Sequence[Record], *, offer: Offer = Offer.ORDER) -> list[Status]:
         rules = self._begin("store")
         if rules is None:

@@ -899,6 +899,9 @@ class Bench:
             assert len(keys) <= most
         elif kind == "drop":
             return
+        elif kind == "hold":
+            keys = [*words[0], *words[1]]
+            assert keys and set(words[0]).isdisjoint(words[1])
         elif kind == "turn":
             keys = [words[0].chain[i : i + 32] for i in range(0, len(words[0].chain), 32)]
         else:

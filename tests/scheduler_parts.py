@@ -38,6 +38,8 @@ class FakeClient:
         lanes: commands without an answer, in order, a queue a lane.
         stores: STORE commands without an answer.
         lost: fetches whose session ended before an answer: the server may still write their slots.
+
+    What the pool keeps is taken note of at once.
     """
 
     def __init__(self) -> None:
@@ -49,6 +51,9 @@ class FakeClient:
         self.spill: dict[str, str] = {"disk": "through", "shared": "through"}
         self.policy = ""  # of the server's disk: one that takes all that it is offered
         self.notes: list[RequestNote] = []
+        self.holder = ""  # the session that wants to know what the pool keeps, if one does
+        self.is_full = False  # whether the disk may lack what the pool keeps
+        self.held: set[bytes] = set()  # what it was told of
         self.lost: list[Fetch] = []
         self.up = True
         self._lane = 0
@@ -108,6 +113,12 @@ class FakeClient:
 
     def note(self, note: RequestNote) -> None:
         self.notes.append(note)
+
+    def hold(self, took: Sequence[bytes], gone: Sequence[bytes], reply: Callable[[bytes | None], None]) -> None:
+        self.log.append(("hold", tuple(took), tuple(gone)))
+        self.held |= set(took)
+        self.held -= set(gone)
+        reply(b"%d" % self.is_full if self.up else None)
 
     def turn(self, turn: SessionTurn) -> None:
         self.log.append(("turn", turn))

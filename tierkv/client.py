@@ -349,6 +349,15 @@ class StoreClient:
         """Tell of a request, before its chunks are stored; nobody waits for the answer."""
         self._queue(NUM_LANES, [b"TKV.NOTE", msgspec.msgpack.encode(note)], lambda _: None, None)
 
+    def hold(self, took: Sequence[bytes], gone: Sequence[bytes], reply: Reply) -> None:
+        """Tell which chunks the host pool keeps from now on, and which it does not any more.
+
+        Args:
+            reply: called on the reader thread with ``b"1"`` if what the pool keeps may be missing on the disk, ``b"0"``
+                if not, or None.
+        """
+        self._queue(NUM_LANES, [b"TKV.HOLD", b"".join(took), b"".join(gone)], reply, None)
+
     def turn(self, turn: SessionTurn) -> None:
         """Tell of a session's request; nobody waits for the answer."""
         self._queue(NUM_LANES, [b"TKV.TURN", msgspec.msgpack.encode(turn)], lambda _: None, None)
@@ -364,6 +373,15 @@ class StoreClient:
         """The policy of the server's disk (:mod:`tierkv.policy`); empty without a session."""
         session = self._session
         return session.welcome.policy if session else ""
+
+    @property
+    def holder(self) -> str:
+        """The session to which is told what the host pool keeps; empty where that is of no use.
+
+        Over a network what the pool lets go of would be sent once more, with all its bytes.
+        """
+        session = self._session
+        return session.welcome.session if session and session.welcome.holds and self._inline is None else ""
 
     def denies(self, key: bytes) -> bool:
         """Return whether the filter of stored keys says that ``key`` is in no tier; False where there is none."""

@@ -188,10 +188,12 @@ class HostIndex:
         self.dropped: set[bytes] = set()
         self.num_evicted = 0
         self.num_unsaved = 0  #: of these, chunks that others may have and that were not saved
+        self.num_pushed_out = 0  #: of these, chunks that others may have and that were kept until that moment
         self.watcher: Watcher | None = None
         self._clock = clock
         self._policy: Policy[bytes] = make_policy() if policy is None else policy
         self._transit: OrderedDict[bytes, Entry] = OrderedDict()  # first in, first out; in no other order
+        self._kept_changes: dict[bytes, bool] | None = None  # key -> whether it is kept; None: nobody asks
         self._entries: dict[bytes, Entry] = {}
         self._free = list(range(pool.shape.num_slots - 1, -1, -1))
         self._num_quarantined = 0
@@ -262,6 +264,7 @@ class HostIndex:
             "generations": self.pool.generations.tolist(),
             "policy": self._policy.dump(),
             "transit": list(self._transit),
+            "kept_changes": None if self._kept_changes is None else dict(self._kept_changes),
         }
 
     # -- changes: the scheduler thread only
@@ -285,7 +288,32 @@ class HostIndex:
                 del self._transit[key]
                 entry.in_transit = False
                 entry.saved = entry.saved and not entry.declined  # it is offered again when it goes again
-                self._policy.add(key, entry.parent)
+                self._keep(entry)
+
+    def _keep(self, entry: Entry) -> None:
+        self._policy.add(entry.key, entry.parent)
+        self._note_kept(entry, True)
+
+    def _give_up(self, entry: Entry) -> None:
+        self._policy.remove(entry.key)
+        self._note_kept(entry, False)
+
+    def _note_kept(self, entry: Entry, is_kept: bool) -> None:
+        if self._kept_changes is not None and entry.anchor:
+            self._kept_changes[entry.key] = is_kept
+
+    def follow_kept(self, follow: bool) -> None:
+        """Begin to note which chunks that others may have are kept, with those that are now; or stop."""
+        kept = (e.key for e in self._entries.values() if e.anchor and not e.in_transit)
+        self._kept_changes = dict.fromkeys(kept, True) if follow else None
+
+    def take_kept_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys of chunks that the policy has come to keep since the last call, and those it gave up."""
+        changes = self._kept_changes
+        if not changes:
+            return [], []
+        self._kept_changes = {}
+        return [key for key, kept in changes.items() if kept], [key for key, kept in changes.items() if not kept]
 
     def release(self, session: str) -> bool:
         """Note that a session that was named in a hint is over; returns whether it was known."""
@@ -326,7 +354,7 @@ class HostIndex:
         entry.anchor, entry.tenant = anchor, tenant
         self._entries[key] = entry
         if keep:
-            self._policy.add(key, parent)
+            self._keep(entry)
         else:
             entry.in_transit = True
             self._transit[key] = entry
@@ -361,7 +389,7 @@ class HostIndex:
             if entry.in_transit:
                 del self._transit[entry.key]
             else:
-                self._policy.remove(entry.key)
+                self._give_up(entry)
             if self.watcher is not None:
                 self.watcher.gone(entry)
         entry.state = Entry.GONE
@@ -443,8 +471,8 @@ class HostIndex:
             key = self._policy.victim(lambda k: self._may_evict(k) and not self._entries[k].sending)
             if key is None:
                 break
-            self._policy.remove(key)
             entry = self._entries[key]
+            self._give_up(entry)
             entry.in_transit = True
             self._transit[key] = entry
             given_up.append(entry)
@@ -458,8 +486,10 @@ class HostIndex:
             if victim is None:
                 return None
             self.num_evicted += 1
-            self.num_unsaved += bool(self._entries[victim].anchor) and not self._entries[victim].saved
-            self.drop(self._entries[victim])
+            entry = self._entries[victim]
+            self.num_unsaved += bool(entry.anchor) and not entry.saved
+            self.num_pushed_out += bool(entry.anchor) and not entry.in_transit
+            self.drop(entry)
         return self._free.pop()
 
     def _passed_through(self) -> bytes | None:

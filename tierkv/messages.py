@@ -58,7 +58,7 @@ class Welcome(msgspec.Struct, frozen=True):
     """The server's answer. ``session`` names the engine on its other connections; ``boot`` tells a restart.
 
     ``spill`` says for each tier that is there when chunks go to it (:class:`tierkv.config.Spill`), ``policy`` what the
-    disk keeps (:mod:`tierkv.policy`).
+    disk keeps (:mod:`tierkv.policy`). ``holds``: the engine is to tell what its host pool keeps.
     """
 
     version: str
@@ -71,6 +71,7 @@ class Welcome(msgspec.Struct, frozen=True):
     shared: str
     spill: dict[str, str] = {}
     policy: str = ""
+    holds: bool = False
 
 
 class RequestNote(msgspec.Struct, frozen=True, array_like=True):

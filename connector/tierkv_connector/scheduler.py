@@ -37,13 +37,12 @@ from tierkv.keys import ANCHOR_SPAN, root_key, tenant_digest
 from tierkv.launcher import Launcher
 from tierkv.layout import Namespace
 from tierkv.messages import FROM_DISK, FROM_SHARED, Hello, HostEntry, HostStat
-from tierkv.policy import DEFAULT_POLICY, make_policy
+from tierkv.policy import DEFAULT_POLICY, WEIGHS_ABOVE, make_policy
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
 from tierkv.server_config import ServerConfig
 from tierkv.threads import leave_compute_core
 from tierkv_connector.adapters import Adapters
-from tierkv_connector.admission import saves_ahead
 from tierkv_connector.asked import note_asked
 from tierkv_connector.blocks import RequestBlocks
 from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, pools_behind_prefixes, scheduled
@@ -150,7 +149,8 @@ class Scheduler:
         # With windows vLLM is told of failed loads by their requests, which goes for those that wait only.
         sync_nbytes = 0 if self._tables[0].window else config.sync_load_bytes
         self.loads = SyncLoads(sync_nbytes, offer.shard, len(self._tables))
-        self.spill = Spiller(self.index, offer.layout, self.counters)
+        host_policy = config.policy.get("host", DEFAULT_POLICY)
+        self.spill = Spiller(self.index, offer.layout, self.counters, host_policy in WEIGHS_ABOVE)
         self.states = States(offer.layout, pool)
         self.hints = HintReader(config.hints, clock, self.role.store)
         self.retention = Retention(self.index, config.hints, clock)
@@ -819,8 +819,8 @@ class Scheduler:
         counters["store_queue_nbytes"] = self.spill.queue.nbytes
         if self.client is not None and self.client.num_bad:
             counters["fetched_bad"] = self.client.num_bad
-        if self.client is not None and self.index.num_unsaved and saves_ahead(self.client.spill):
-            counters["not_saved"] = self.index.num_unsaved
+        if self.client is not None and (num := self.spill.num_not_saved(self.client)):
+            counters["not_saved"] = num
         return HostStat(
             engine_id=self._engine_id,
             pid=os.getpid(),

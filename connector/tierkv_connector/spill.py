@@ -2,7 +2,8 @@
 
 Chunks are planned in the metadata of the step that computes them, because their blocks may be given away right after.
 When the workers report the copy, the chunk is ready in the host pool. When it is sent on is the store server's policy:
-at once; when another request uses it, which the server is told; or when it is about to leave the pool.
+at once, and once more before it leaves the pool if the disk may not have it by then (:mod:`tierkv_connector.holds`);
+when another request uses it, which the server is told; or when it is about to leave the pool.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tierkv_connector.admission import answered, keeps, saves_ahead
 from tierkv_connector.blocks import RequestBlocks
 from tierkv_connector.compat import block_ids_of, scheduled
 from tierkv_connector.handoff import Handoffs
+from tierkv_connector.holds import Holds
 from tierkv_connector.metadata import Piece, RankCounts, StoreJob, TierKVWorkerMetadata
 from tierkv_connector.recurrent import States
 from tierkv_connector.requests import RequestState
@@ -79,16 +81,21 @@ class StoreQueue:
 class Spiller:
     """Plans copies from the GPU to the host pool, and sends what has arrived there.
 
+    Args:
+        weighs_above: whether the host pool's policy is one that the disk's is to go by.
+
     Attributes:
         copying: copies that the workers have not reported, by job id.
         queue: what is on its way to the store server.
         handoffs: what other engines wait for.
+        holds: what the server is told of the pool.
     """
 
-    def __init__(self, index: HostIndex, layout: Layout, counters: Counter[str]) -> None:
+    def __init__(self, index: HostIndex, layout: Layout, counters: Counter[str], weighs_above: bool = True) -> None:
         self.copying: dict[int, Entry] = {}
         self.queue = StoreQueue()
         self.handoffs = Handoffs(index, counters, self._offer)
+        self.holds = Holds(index, weighs_above)
         self._ranks = RankCounts(index.pool.shape.num_parts)
         self._failed: set[int] = set()  # copies that failed on some rank
         self._index = index
@@ -250,7 +257,7 @@ class Spiller:
     def _send_batch(self, batch: list[Entry], client: StoreClient, reason: int) -> None:
         if reason == EVICTED:  # what was sent before may have been for another tier, or declined
             for entry in batch:
-                entry.saved = True
+                entry.saved, entry.declined = True, False
                 self._index.pin(entry)
                 self._saving.append(entry)
         self._offer(batch, client, reason, self._saved.extend if reason == EVICTED else _nothing)
@@ -319,6 +326,7 @@ class Spiller:
         self.handoffs.advance(client)
         if client is None or not client.connected():
             return
+        self.holds.tell(client)
         while self._wanted:
             run, letters = self._wanted.popleft()
             wanted = [e for i, e in enumerate(run) if letters[i : i + 1] == WANTED]
@@ -326,7 +334,7 @@ class Spiller:
         if self._unsent and 2 * self.queue.nbytes < STORE_NBYTES:
             lost = [self._unsent.popleft() for _ in range(min(len(self._unsent), _per_command(self._payload_nbytes)))]
             self.computed(lost, client)
-        if saves_ahead(client.spill):
+        if saves_ahead(client.spill) or self.holds.offers_again:
             self._save_ahead(client)
 
     def _save_ahead(self, client: StoreClient) -> None:
@@ -335,8 +343,14 @@ class Spiller:
         room = (STORE_NBYTES // 2 - self.queue.nbytes) // self._payload_nbytes
         num = wanted - self._index.num_free - self._index.num_in_transit
         if num > 0 and room > 0:
-            victims = [entry for entry in self._index.retire(min(num, room)) if entry.anchor and not entry.saved]
-            self.send(victims, client, EVICTED)
+            victims = self._index.retire(min(num, room))
+            self.holds.tell(client)  # before they come: of what the pool keeps the disk takes less
+            again = self.holds.offers_again  # what the disk had then it may have done without since
+            self.send([entry for entry in victims if again or not entry.saved], client, EVICTED)
+
+    def num_not_saved(self, client: StoreClient) -> int:
+        """Return how many chunks left the pool before they were offered to the tier that was to have them."""
+        return self._index.num_unsaved if saves_ahead(client.spill) else self.holds.num_lost
 
     def dump(self) -> dict[str, Any]:
         """Return the state as plain values, for tests that compare it."""
@@ -346,6 +360,7 @@ class Spiller:
             "waiting": ([e.key for e in self._unsent], len(self._wanted), len(self._saving), len(self._saved)),
             "queue": (self.queue.nbytes, dict(self.queue.counters)),
             "handoffs": self.handoffs.dump(),
+            "holds": self.holds.dump(),
         }
 
 

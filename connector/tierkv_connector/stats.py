@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from tierkv_connector.admission import saves_ahead
-
 if TYPE_CHECKING:
     from tierkv_connector.scheduler import Scheduler
 
@@ -226,8 +224,8 @@ class Collector:
         sched, payload_nbytes = self._sched, self._sched.pool.shape.payload_nbytes
         theirs = Counter(dict(sched.counters) | dict(sched.spill.queue.counters))
         client = sched.client
-        if client is not None and saves_ahead(client.spill):
-            theirs["not_saved"] = sched.index.num_unsaved
+        if client is not None:
+            theirs["not_saved"] = sched.spill.num_not_saved(client)
         counts = Counter(self._own)
         for source in SOURCES:
             counts[_key("chunks", source)] = theirs[f"{source}_hits"]

@@ -80,6 +80,7 @@ _ENGINE = (
     b"TKV.STORE",
     b"TKV.USE",
     b"TKV.NOTE",
+    b"TKV.HOLD",
     b"TKV.TURN",
     b"TKV.ASKED",
     b"TKV.DRAIN",

@@ -116,6 +116,7 @@ class Commands:
             b"TKV.STORE": self._store,
             b"TKV.USE": self._use,
             b"TKV.NOTE": self._note,
+            b"TKV.HOLD": self._hold,
             b"TKV.TURN": self._turn,
             b"TKV.ASKED": self._asked,
             b"TKV.DRAIN": self._drain,
@@ -277,6 +278,7 @@ class Commands:
                 shared=redact_url(self._config.shared_url),
                 spill={tier: policy.value for tier, policy in self._service.moves.spill.policies.items()},
                 policy=self._service.disk.stat().policy,
+                holds=self._service.weighs_above(),
             )
         )
 
@@ -360,6 +362,10 @@ class Commands:
             raise ValueError(f"a session is held from 0 to {MAX_DURATION_S:.0f} seconds")
         self._service.note(session, note, _keys(note.chain))
         return Simple("OK")
+
+    def _hold(self, connection: Connection, args: Sequence[bytes]) -> bytes:
+        took, gone = args
+        return b"%d" % self._service.hold(connection.need_session(), _keys(took), _keys(gone))
 
     def _turn(self, connection: Connection, args: Sequence[bytes]) -> Value:
         namespace = connection.need_session().hello.namespace

@@ -21,7 +21,7 @@ from tierkv.keys import anchor_index
 from tierkv.layout import Namespace
 from tierkv.messages import FROM_DISK, FROM_SHARED, MISSING, USED, HostEntry, HostStat, RequestNote, StoreItem
 from tierkv.payload import record_nbytes
-from tierkv.policy import Hint
+from tierkv.policy import WEIGHS_ABOVE, Hint
 from tierkv.tiers.base import Record, Ref, Tier
 from tierkv_server.events import FETCHED, KEPT, Events
 from tierkv_server.fetch import Fetcher
@@ -82,10 +82,12 @@ class Service:
             self.sessions[session.id] = session
             session.opened_at = self.moves.evictions.number
             session.since = self._left.pop(_engine(session), None)
+        self.disk.joined(session.id, session.ns_id, session.hello.shape.num_slots)
         self.add_namespace(session.hello.namespace)
 
     def close_session(self, session: Session) -> None:
         """Let an engine go: waits until nobody uses its pool."""
+        self.disk.left(session.id)
         with self._lock:
             if self.sessions.pop(session.id, None) is not None:
                 # From here on it hears of no eviction, and did perhaps not of the last ones.
@@ -175,6 +177,18 @@ class Service:
         if note.session or note.priority:
             hint = Hint(note.session.hex(), retain_s, note.release, note.priority)
         self.disk.note(session.ns_id, note.tenant, keys, hint)
+
+    def weighs_above(self) -> bool:
+        """Return whether engines are to tell what their host pools keep (:meth:`hold`)."""
+        is_offered = self.moves.spill.policies.get(self.disk.name) is Spill.THROUGH
+        return is_offered and self.disk.stat().policy in WEIGHS_ABOVE
+
+    def hold(self, session: Session, took: Sequence[bytes], gone: Sequence[bytes]) -> bool:
+        """Note what an engine's host pool keeps from now on, and what it does not any more.
+
+        Returns whether what it keeps may be missing on the disk.
+        """
+        return self.disk.hold(session.id, took, gone)
 
     def use(self, session: Session, refs: Sequence[Ref], reason: int = USED) -> bytes:
         """See :meth:`tierkv_server.store.Storer.use`."""

@@ -218,6 +218,49 @@ def test_through_sends_what_the_pool_keeps_too(lab: Lab, model: Path) -> None:
     assert on_disk(engine, disk, prompt) == [True] * 3
 
 
+def test_what_a_full_disk_left_to_the_pool_gets_there_when_it_leaves_the_pool(
+    lab: Lab, model: Path, reference: Engine
+) -> None:
+    """The disk has 63 chunks, the pool 100, and gives up what is worth least while less than 32 are free."""
+    disk, old, filler = lab.disk(), PROMPTS.new(2390), PROMPTS.new(29 * CHUNK_TOKENS + 1)
+    engine = lab.engine(model, {"disk_dir": disk, "host_bytes": 101 * PAYLOAD_NBYTES, "disk_bytes": 16 << 20})
+    namespace = engine.call("stat")["namespace"]
+
+    def evict(*tiers: str, prompt: list[int]) -> None:
+        with admin(disk) as client:
+            client.ask("TKV.EVICT", {"keys": {namespace: engine.call("keys", prompt=prompt)}, "tiers": list(tiers)})
+
+    def run(prompt: list[int], **hints: int) -> None:
+        engine.run(prompt, params={"tierkv": hints})
+        engine.counters()  # every chunk that was sent has been answered
+
+    run(filler)
+    run(old, priority=-2)  # the first that the pool lets go of
+    there = on_disk(engine, disk, old)
+    assert 0 < sum(there) < 37, "the pool keeps what the disk has no room for"
+    assert engine.counters()["stores_declined"] == 37 - sum(there)
+    for prompt in (filler, old):
+        evict("disk", prompt=prompt)
+    evict("host", prompt=filler)
+    assert tier(disk, "disk")["num_entries"] == 0 and all(engine.call("in_host", prompt=old))
+    num_runs, others = 0, []
+    while not all(there := on_disk(engine, disk, old)):
+        assert all(a or b for a, b in zip(there, engine.call("in_host", prompt=old), strict=True)), "it is nowhere"
+        num_runs += 1
+        assert num_runs <= 12, "the pool has let go of it"
+        others.append(PROMPTS.new(13 * CHUNK_TOKENS + 1))
+        run(others[-1])
+        for prompt in others:  # the disk has room for 26 beside the old one
+            evict("disk", prompt=prompt)
+    assert num_runs >= 2, "it is not sent ahead of its time"
+    counters = engine.counters()
+    assert "not_saved" not in counters
+    engine.clear_host()
+    with engine.counting() as counters:
+        assert engine.one(old).bits == gpu_hit(reference, old).bits
+    assert hits(counters) == (0, 37, 0, 0)
+
+
 # -- never
 
 

@@ -109,7 +109,7 @@ def test_each_role_may_send_what_is_its_own(server: Server, tokens: dict[str, Pa
     read = ["STAT", "NS", "LS", "PAGE", "SHOW", "TREE", "DU", "LOCATE", "USAGE", "EVENTS", "SLOW", "REUSE", "SESSIONS"]
     read += ["CHUNKS", "STORED"]
     assert replies["reader"] == common | {f"TKV.{name}" for name in read}
-    sent = {"HELLO", "ATTACH", "SUBSCRIBE", "ANSWER", "FETCH", "STORE", "USE", "NOTE", "TURN", "ASKED"}
+    sent = {"HELLO", "ATTACH", "SUBSCRIBE", "ANSWER", "FETCH", "STORE", "USE", "NOTE", "HOLD", "TURN", "ASKED"}
     assert replies["engine"] == common | {f"TKV.{name}" for name in sent}
     assert replies["admin"] >= replies["reader"] | replies["engine"] | {"TKV.EVICT", "TKV.PIN"}
 

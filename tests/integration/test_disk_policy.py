@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from bench_policy_replay import Tier, replay
+from bench_policy_stack import replay_stack
 from bench_policy_traces import Request, slow_chat
-from disk_replay import COST, NAMESPACE, NS_ID, DiskReplay, StackReplay, key_of, leading, orphans, record_of, refs_of
+from disk_replay import COST, NAMESPACE, NS_ID, DiskBelow, DiskReplay, key_of, leading, orphans, record_of, refs_of
 from records import Clock, fetch
-from tierkv.hostindex import HostIndex
 from tierkv.policy import POLICIES, Hint, make_policy
-from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.tiers.base import Limits, Offer, Pin, Status
 from tierkv.tiers.disk import DiskTier
 from tierkv.tiers.disk_order import MAX_NOTED
 
-SCARCE, PLENTY = 1024, 16384
+POOL, SCARCE, PLENTY = 256, 1024, 16384
 HOT = list(range(10**6, 10**6 + 20))
 A, B = b"a" * 16, b"b" * 16
 
 
 @contextmanager
 def opened(
-    path: Path, num: int, policy: str = "learned", clock: Clock | None = None, **limits: object
+    path: Path, num: int, policy: str = "learned", clock: Callable[[], float] | None = None, **limits: object
 ) -> Iterator[DiskTier]:
     tier = DiskTier(
         path,
@@ -285,23 +284,89 @@ def test_a_note_is_bounded_and_counts_no_read(tmp_path: Path) -> None:
         assert tier._catalog.order._clock == 11, "a wall clock that was set back is no time; it goes on from there"
 
 
-def test_a_host_pool_over_a_disk_is_no_worse_than_the_disk_and_better_than_lru_over_lru(
-    tmp_path: Path, chat: list[Request]
+@pytest.mark.parametrize("policy", ["learned", "lru"])
+def test_a_host_pool_over_a_disk_does_what_the_replay_says_and_more_than_each_alone(
+    tmp_path: Path, chat: list[Request], policy: str
 ) -> None:
-    shape = PoolShape(256, 1, 64)
-    hits, writes = {}, {}
-    for policy in ("learned", "lru"):
-        clock = Clock()
-        pool = HostPool(shape, [Segment.create(shape.segment_nbytes(0))])
-        index = HostIndex(pool, make_policy(policy), clock=clock)
-        with opened(tmp_path / policy, SCARCE, policy, clock) as tier:
-            stack = StackReplay(tier, index, clock)
-            stack.run(chat)
-            hits[policy], writes[policy] = stack.num_hits, stack.num_written
-            if policy == "learned":
-                assert stack.num_host > replay([Tier(make_policy("lru"), 256)], chat).hits[0]
-        pool.close()
-    alone = replay([Tier(make_policy(), SCARCE)], chat).hits[0]
-    assert hits["learned"] >= alone, "what the disk took is there whatever the pool holds"
-    assert hits["learned"] > 1.1 * hits["lru"], hits
-    assert writes["learned"] < 0.7 * writes["lru"]
+    """Chunk for chunk: the same hits of either tier and the same writes as with a set in the place of LMDB."""
+    simulated = replay_stack(policy, [POOL, SCARCE], chat)
+    tiers: list[DiskTier] = []
+    with ExitStack() as stack:
+
+        def disk(num: int, clock: Callable[[], float], policy: str) -> DiskBelow:
+            tiers.append(stack.enter_context(opened(tmp_path, num, policy, clock)))
+            return DiskBelow(tiers[0], clock)
+
+        real = replay_stack(policy, [POOL, SCARCE], chat, disk=disk)
+        assert real.result == simulated.result
+        assert real.num_offered_again == simulated.num_offered_again
+        stat = tiers[0].stat()
+        assert (stat.num_stored, stat.num_entries, stat.num_dropped) == (real.result.writes[1], SCARCE, 0)
+    hits, writes = sum(real.result.hits), sum(real.result.writes)
+    if policy == "lru":
+        assert real.num_offered_again == 0, "it would keep all back from the disk"
+        return
+    assert real.num_offered_again > POOL
+    alone = [replay([Tier(make_policy(policy), num)], chat).hits[0] for num in (POOL, SCARCE)]
+    assert hits > max(alone), (hits, alone)
+    lru = replay_stack("lru", [POOL, SCARCE], chat).result
+    assert hits > 1.2 * sum(lru.hits) and writes < 0.5 * sum(lru.writes), (real.result, lru)
+
+
+def test_what_every_engine_keeps_goes_first_and_is_not_written_for_others_room(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, SCARCE, "learned", clock) as tier:
+        replayed = DiskReplay(tier, clock)
+        scan(replayed, clock, 1500)
+        keys = [key_of(7 * 10**9 + i) for i in range(20)]
+        for engine in "ab":
+            tier.joined(engine, NS_ID, 1000)
+        assert tier.hold("a", keys, []), "it is full by now"
+        for _ in range(6):
+            clock.now += 1
+            tier.note(NS_ID, A, keys)
+
+        def offer(keys: list[bytes], first: int = 0) -> list[Status]:
+            records = [record_of(keys, i, A, clock.now) for i in range(first, len(keys))]
+            return tier.store(NS_ID, records, offer=Offer.REQUEST)
+
+        assert offer(keys) == [Status.OK] * 20, "only one of two engines keeps it"
+        assert tier.evict(NS_ID, refs_of(keys)) == 20
+        scan(replayed, clock, 100, seed=1)
+        tier.hold("b", keys[:15], [])
+        assert offer(keys) == [Status.DECLINED] * 15 + [Status.OK] * 5, "the pools have what comes before these"
+        tier.hold("b", [], keys[:15])
+        assert offer(keys) == [Status.OK] * 15 + [Status.EXISTS] * 5
+        tier.hold("b", keys, [])
+        others = [key_of(8 * 10**9 + i) for i in range(8)]
+        for _ in range(6):
+            clock.now += 1
+            tier.note(NS_ID, A, others)
+        assert offer(others) == [Status.OK] * 8
+        assert tier.match(NS_ID, refs_of(keys)) == [True] * 12 + [False] * 8, "both have it: of the chain its end first"
+        tier.left("b")
+        assert offer(keys) == [Status.EXISTS] * 12 + [Status.DECLINED] * 8, "the only engine keeps it"
+        tier.left("a")
+        assert offer(keys) == [Status.EXISTS] * 12 + [Status.OK] * 8, "an engine that is gone keeps nothing"
+        tier.left("a")
+        assert tier.hold("a", keys, []) and len(tier._catalog.order.held) == 0, "nor does one that nobody knows"
+
+
+def test_pins_hold_what_engines_keep(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, SCARCE, "learned", clock) as tier:
+        tier.joined("a", NS_ID, 1000)
+        keys = [key_of(i) for i in range(SCARCE)]
+        tier.store(NS_ID, [record_of([key], 0, A, clock.now) for key in keys])
+        refs = [refs_of([key])[0] for key in keys[:40]]
+        tier.hold("a", keys[:40], [])
+        for ref in refs[:20]:
+            tier.pin(NS_ID, [ref], Pin("me", clock.now + 100))
+        for i in range(30):
+            tier.store(NS_ID, [record_of([key_of(10**6 + i)], 0, A, clock.now)])
+        assert tier.match(NS_ID, refs) == [True] * 20 + [False] * 20
+        clock.now += 101
+        for i in range(20):
+            tier.store(NS_ID, [record_of([key_of(10**7 + i)], 0, A, clock.now)])
+        assert tier.match(NS_ID, refs) == [False] * 40, "the pins are over"
+        assert tier.stat().num_evicted == 50

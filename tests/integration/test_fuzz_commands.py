@@ -344,6 +344,7 @@ _SHAPES: dict[bytes, list[st.SearchStrategy[bytes]]] = {
     b"TKV.TTL": [select_st],
     b"TKV.USAGE": [select_st],
     b"TKV.NOTE": [note_st],
+    b"TKV.HOLD": [keys_st, keys_st],
     b"TKV.TURN": [turn_st],
     b"TKV.ASKED": [asked_st],
     b"TKV.REUSE": [],

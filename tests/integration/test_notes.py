@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from serving import make_config, serving
 from tierkv.config import EngineConfig
 from tierkv.errors import ConfigError, RefusedError
 from tierkv.keys import tenant_digest
-from tierkv.messages import RequestNote
+from tierkv.messages import RequestNote, Welcome
 from tierkv.payload import record_nbytes
 from tierkv.server_config import ServerConfig, SessionsConfig
 from tierkv.sessions import SessionTurn, session_digest
@@ -117,6 +117,94 @@ def test_a_sessions_time_counts_as_far_as_its_tenant_may_hold_so_much(server: Se
     engine.client.turn(SessionTurn(name, TENANT, b"".join(engine.keys(short)), 0.0, True))
     put(engine, prompt(1))  # what was sent before it has been taken
     assert not server.service.disk.release(NS, name.hex()), "the turn has released it"
+
+
+def hold(engine: FakeEngine, took: Sequence[int] = (), gone: Sequence[int] = ()) -> bytes | None:
+    """Tell the server which prompts the pool keeps and which it does not any more, and return its answer."""
+    answers: list[bytes | None] = []
+    engine.client.hold(engine.keys(took), engine.keys(gone), answers.append)
+    wait_until(lambda: answers, what="no reply to HOLD")
+    return answers[0]
+
+
+def test_the_disk_does_without_what_the_only_engine_keeps_until_that_lets_go_of_it(
+    server: Server, engine: FakeEngine
+) -> None:
+    assert engine.welcome is not None and engine.welcome.holds and engine.client.holder == engine.welcome.session
+    assert hold(engine, prompt(2)) == b"0", "there is room: nothing that is offered is missing"
+    fill(server, engine)
+    tokens = prompt(20)
+    for _ in range(6):
+        note(engine, tokens)
+    assert hold(engine, tokens) == b"1"
+    assert put(engine, tokens) == b"n" * 20
+    hold(engine, gone=tokens)
+    assert put(engine, tokens) == b"o" * 20, "it is worth a write, had the pool not kept it"
+    hold(engine, tokens)
+    more = prompt(20)
+    for _ in range(6):
+        note(engine, more)
+    assert put(engine, more) == b"o" * 20
+    assert engine.match(tokens) == b"", "what the pool keeps went for it"
+
+
+def test_with_a_second_engine_that_lacks_them_chunks_count_as_any_other(server: Server, engine: FakeEngine) -> None:
+    fill(server, engine)
+    tokens = prompt(20)
+    for _ in range(6):
+        note(engine, tokens)
+    hold(engine, tokens)
+    with FakeEngine(server.config.socket, NAMESPACE, engine_id="another") as other:
+        assert put(engine, tokens) == b"o" * 20, "the other one has to get them from somewhere"
+        assert other.match(tokens) == b"d" * 20
+        more = prompt(20)
+        for _ in range(6):
+            note(engine, more)
+        put(engine, more)
+        assert engine.match(tokens) == b"d" * 20
+    wait_until(lambda: len(server.service.sessions) == 1)
+    more = prompt(20)
+    for _ in range(6):
+        note(engine, more)
+    put(engine, more)
+    assert engine.match(tokens) == b"", "since the other one has left"
+
+
+def test_an_engine_that_has_left_keeps_nothing(server: Server, engine: FakeEngine) -> None:
+    fill(server, engine)
+    tokens = prompt(20)
+    for _ in range(6):
+        note(engine, tokens)
+    with FakeEngine(server.config.socket, NAMESPACE, engine_id="another") as other:
+        hold(other, tokens)
+        hold(engine, tokens)
+        assert put(engine, tokens) == b"n" * 20
+    wait_until(lambda: len(server.service.sessions) == 1)
+    assert put(engine, tokens) == b"n" * 20, "this one has them"
+    hold(engine, gone=tokens)
+    assert put(engine, tokens) == b"o" * 20
+
+
+def test_no_more_is_kept_than_a_pool_has_room_for_and_nothing_is_said_of_it_where_it_is_of_no_use(
+    server: Server, engine: FakeEngine, short_dir: Path
+) -> None:
+    tokens = prompt(engine.shape.num_slots + 10)
+    assert hold(engine, tokens) == b"0"
+    assert len(server.service.disk._catalog.order.held) == engine.shape.num_slots  # type: ignore[attr-defined]
+    with FakeEngine(server.config.socket, NAMESPACE, inline=True) as remote:
+        assert remote.client.holder == "", "it would send everything once more over the network"
+    directory = short_dir / "other"
+    directory.mkdir()
+    with serving(make_config(directory, policy="lru")) as other, FakeEngine(other.config.socket, NAMESPACE) as plain:
+        assert plain.welcome is not None and not plain.welcome.holds and plain.client.holder == ""
+
+
+def test_an_engine_and_a_server_of_which_one_knows_no_holds_understand_each_other() -> None:
+    """The field is optional in both directions, as new fields of the welcome are."""
+    about = {"version": "1", "protocol": 1, "boot": "", "session": "s", "pid": 1, "disk_dir": "", "disk_bytes": 0}
+    old = msgspec.json.encode(about | {"shared": ""})
+    assert msgspec.json.decode(old, type=Welcome).holds is False
+    assert msgspec.json.decode(msgspec.json.encode(about | {"shared": "", "later": 1}), type=Welcome).session == "s"
 
 
 def test_lru_takes_everything(short_dir: Path) -> None:

@@ -89,6 +89,8 @@ def run(policy: Policy[bytes], what: list[tuple[Any, ...]]) -> list[object]:
                 del stored[victim]
         assert len(policy) == len(stored)
         assert all(k in policy for k in stored)
+        parents = set(stored.values())
+        assert all(policy.is_leaf(key(i)) == (key(i) in stored and key(i) not in parents) for i in range(NUM_KEYS + 1))
     return answers
 
 

@@ -46,6 +46,8 @@ def random_bench(seed: int, extra_seed: int | None = None) -> Bench:
         sync_load_nbytes=seed % 4 * PAYLOAD_NBYTES,
     )
     bench.client.spill = dict(zip(("disk", "shared"), SPILL[seed % len(SPILL)], strict=True))
+    bench.client.holder = "a session" if bench.client.spill["disk"] == "through" else ""
+    bench.client.is_full = seed % 3 > 0
     return bench
 
 

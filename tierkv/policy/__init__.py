@@ -18,6 +18,8 @@ from tierkv.policy.s3fifo import S3Fifo
 #: Policies by name; the first is the default.
 POLICIES: Mapping[str, Callable[[], Policy[Any]]] = {"learned": Learned, "s3fifo": S3Fifo, "lru": ChainLRU}
 DEFAULT_POLICY = "learned"
+#: Policies whose admission depends on what the tier above keeps. Stacked with each other they hold the more together.
+WEIGHS_ABOVE = frozenset({"learned"})
 
 
 def make_policy(name: str = DEFAULT_POLICY) -> Policy[Any]:
@@ -36,6 +38,7 @@ __all__ = [
     "DEFAULT_POLICY",
     "MAX_PRIORITY",
     "POLICIES",
+    "WEIGHS_ABOVE",
     "ChainLRU",
     "Hint",
     "K",

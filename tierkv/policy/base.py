@@ -77,6 +77,9 @@ class Policy(Protocol[K]):
         Never an entry with a stored child, and never one that ``may_evict`` refuses.
         """
 
+    def is_leaf(self, key: K) -> bool:
+        """Return whether ``key`` is stored and no child of it is: a caller with reasons of its own may remove it."""
+
     def release(self, session: str, domain: Hashable = None) -> bool:
         """Note that a session named in a hint is over; return whether it was known."""
 

@@ -229,6 +229,12 @@ class Learned(Generic[K]):
             self._cells.enlist(segment, first=True)
         return found
 
+    def is_leaf(self, key: K) -> bool:
+        segment = self._known.get(key)
+        if segment is None or not segment.num_stored or key in self._num_children:
+            return False
+        return bool(segment.keys[segment.num_stored - 1] == key)
+
     def dump(self) -> object:
         return {
             key: (i < s.num_stored, s.time, s.cohort.octave, s.turn, s.uses, s.gap, s.cohort.kind.name, s.cohort.worth)

@@ -98,6 +98,9 @@ class ChainLRU(Generic[K]):
         """Return how many stored entries have ``key`` as their parent."""
         return self._num_children.get(key, 0)
 
+    def is_leaf(self, key: K) -> bool:
+        return key in self._entries and key not in self._num_children
+
     def dump(self) -> object:
         return list(self._entries), self.stamps()
 

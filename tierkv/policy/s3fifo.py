@@ -133,6 +133,9 @@ class S3Fifo(Generic[K]):
                 items.clear()
                 items.extend(live)
 
+    def is_leaf(self, key: K) -> bool:
+        return key in self._entries and key not in self._num_children
+
     def dump(self) -> object:
         entries = {key: (e.parent, e.queue, e.uses) for key, e in self._entries.items()}
         return entries, list(self._ghosts)

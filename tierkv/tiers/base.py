@@ -329,6 +329,19 @@ class Tier(Protocol):
         Orders what is to be brought here ahead of its use.
         """
 
+    def joined(self, engine: str, ns_id: bytes, most: int) -> None:
+        """Note an engine of a namespace, by a name of its own, whose host pool has room for ``most`` chunks."""
+
+    def left(self, engine: str) -> None:
+        """Note that an engine is gone, with all that it kept."""
+
+    def hold(self, engine: str, took: Sequence[bytes], gone: Sequence[bytes]) -> bool:
+        """Note which chunks an engine keeps in its host pool from now on, and which it does not any more.
+
+        A tier whose policy weighs it does without what every engine of the namespace keeps, where room is needed.
+        Returns whether that may be so: then an engine offers again what it is about to let go of.
+        """
+
     def evict(self, ns_id: bytes, refs: Sequence[Ref], *, force: bool = False) -> int:
         """Remove the entries and return how many were there. Pinned ones stay, unless ``force``."""
 

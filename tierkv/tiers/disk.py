@@ -387,6 +387,15 @@ class DiskTier:
     def worth(self, ns_id: bytes, key: bytes) -> float:
         return self._catalog.worth((ns_id, key))
 
+    def joined(self, engine: str, ns_id: bytes, most: int) -> None:
+        self._catalog.joined(engine, ns_id, most)
+
+    def left(self, engine: str) -> None:
+        self._catalog.left(engine)
+
+    def hold(self, engine: str, took: Sequence[bytes], gone: Sequence[bytes]) -> bool:
+        return self._catalog.hold(engine, took, gone)
+
     # The contract: taking away
 
     def evict(self, ns_id: bytes, refs: Sequence[Ref], *, force: bool = False) -> int:

@@ -12,8 +12,9 @@ from operator import itemgetter
 
 from tierkv.policy import Hint
 from tierkv.tiers.base import Limits, Ref, Usage
+from tierkv.tiers.disk_held import Item
 from tierkv.tiers.disk_index import IndexEntry
-from tierkv.tiers.disk_order import Group, Item, Order, PolicyFactory
+from tierkv.tiers.disk_order import Group, Order, PolicyFactory
 from tierkv.tiers.environment import Environment
 
 #: Entries that a lookup looks at because they may have expired; more are asked one by one, and left to the sweep.
@@ -156,6 +157,26 @@ class Catalog:
         """Note that a session is over; returns whether it was known."""
         with self.lock:
             return self.order.release(ns_id, session)
+
+    def joined(self, engine: str, ns_id: bytes, most: int) -> None:
+        """Note an engine, which keeps nothing yet, and never more than ``most`` chunks."""
+        with self.lock:
+            self.order.held.joined(engine, ns_id, most)
+
+    def left(self, engine: str) -> None:
+        """Note that an engine keeps nothing any more, and is not asked for."""
+        with self.lock:
+            self.order.held.left(engine)
+
+    def hold(self, engine: str, took: Sequence[bytes], gone: Sequence[bytes]) -> bool:
+        """Note what an engine keeps in its host pool; returns whether what it keeps may be missing here."""
+        with self.lock:
+            return self.order.hold(engine, took, gone)
+
+    def is_above(self, item: Item) -> bool:
+        """Return whether every engine keeps a chunk in its host pool."""
+        with self.lock:
+            return self.order.is_above(item)
 
     def worth(self, item: Item) -> float:
         """Return the hits a second that holding a chunk is expected to bring; 0 where nothing is known."""

@@ -18,11 +18,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from tierkv.policy import ChainLRU, Hint, Policy, make_policy
+from tierkv.policy import WEIGHS_ABOVE, ChainLRU, Hint, Policy, make_policy
+from tierkv.tiers.disk_held import Held, Item
 from tierkv.tiers.disk_index import IndexEntry
 
-#: A stored entry: namespace id and key.
-Item = tuple[bytes, bytes]
 PolicyFactory = Callable[[], Policy[Item]]
 #: Whose entries: everybody's, a namespace's (its id), or a tenant's there (namespace id and tenant digest).
 Group = tuple[()] | tuple[bytes] | tuple[bytes, bytes]
@@ -50,6 +49,9 @@ class Order:
         self._clock = 0.0  # of the policy: never back, whatever the wall clock does
         self._clock_at: float | None = None  # the wall clock then
         self._noted: set[bytes] = set()  # namespaces whose requests are noted
+        self.held = Held()
+        self.weighs_above = self.name in WEIGHS_ABOVE
+        self.is_full = False  #: something had to go for what came, or was not taken for that
         self._aside: dict[Item, IndexEntry] = {}  # held by pins, in no policy
         self._ends: list[tuple[float, Item]] = []  # when these may be looked at again
 
@@ -72,13 +74,15 @@ class Order:
         return self._all.worth(item)
 
     def admits(self, item: Item, now: float) -> bool:
-        """Return whether a chunk is worth a write where something has to go for it.
-
-        Whether the host pool holds it does not count: it is offered once, and the pool goes with its engine.
-        """
+        """Return whether a chunk is worth a write where something has to go for it."""
+        self.is_full = True
         if item[0] not in self._noted:
             return True
-        return self._all.admit(item, self._passed(now), room=False)
+        return self._all.admit(item, self._passed(now), room=False, above=self.is_above(item))
+
+    def is_above(self, item: Item) -> bool:
+        """Return whether every engine keeps a chunk in its host pool and is going to offer it when it lets go of it."""
+        return self.weighs_above and self.held.everywhere(item)
 
     def _passed(self, now: float) -> float:
         if self._clock_at is not None:
@@ -86,12 +90,21 @@ class Order:
         self._clock_at = now
         return self._clock
 
+    # What engines keep
+
+    def hold(self, engine: str, took: Iterable[bytes], gone: Iterable[bytes]) -> bool:
+        """Note what an engine keeps in its host pool; returns whether what it keeps may be missing here."""
+        self.held.change(engine, took, gone, self._all.__contains__)
+        return self.is_full
+
     # What is stored
 
     def add(self, ns_id: bytes, key: bytes, entry: IndexEntry) -> None:
         """Note a stored entry; ancestors come first."""
+        item = ns_id, key
         for policy in self._policies(ns_id, entry.tenant):
-            policy.add((ns_id, key), (ns_id, entry.parent))
+            policy.add(item, (ns_id, entry.parent))
+        self.held.added(item)
 
     def learn(self, entries: Iterable[tuple[bytes, bytes, IndexEntry]]) -> None:
         """Note what is stored already: namespace id, key, entry."""
@@ -104,6 +117,7 @@ class Order:
     def take_out(self, item: Item, tenant: bytes) -> None:
         """Do so. The very object that :meth:`victim` returned counts as evicted by the policy that chose it."""
         self._aside.pop(item, None)
+        self.held.removed(item)
         for policy in self._policies(item[0], tenant):
             policy.remove(item)
 
@@ -128,7 +142,11 @@ class Order:
 
     def victim(self, group: Group, may_evict: Callable[[Item], bool]) -> Item | None:
         """Return what goes next of a group that has an order, or None where nothing may."""
-        return (self._groups[group] if group else self._all).victim(may_evict)
+        if group:
+            return self._groups[group].victim(may_evict)
+        self.is_full = True
+        found = self.held.first(lambda item: self._all.is_leaf(item) and may_evict(item)) if self.weighs_above else None
+        return found or self._all.victim(may_evict)
 
     def forget_groups(self) -> None:
         """Drop the groups' orders: quotas changed, and those still needed are made again."""

@@ -15,8 +15,9 @@ import lmdb
 
 from tierkv.tiers.base import Counters, Record
 from tierkv.tiers.disk_catalog import Catalog
+from tierkv.tiers.disk_held import Item
 from tierkv.tiers.disk_mark import delete_files
-from tierkv.tiers.disk_order import EVERYBODY, Group, Item
+from tierkv.tiers.disk_order import EVERYBODY, Group
 from tierkv.tiers.disk_space import FreeSpace
 from tierkv.tiers.environment import Environment
 
@@ -91,8 +92,8 @@ class Room:
             records: parents before their children.
 
         Returns:
-            What is to be written, and the keys of what is not worth it: a chunk that is refused, and those of
-            ``records`` that hang from it.
+            What is to be written, and the keys of what is not worth it: a chunk that is refused, and, unless the
+            host pools have it, those of ``records`` that hang from it.
 
         Raises:
             lmdb.Error, OSError: the disk failed.
@@ -105,6 +106,7 @@ class Room:
         free: dict[Group, int] = {EVERYBODY: self.budget - catalog.live_nbytes()}
         chosen: list[Record] = []
         refused: set[bytes] = set()
+        lost: set[bytes] = set()  # of these, what is not in the host pools either: its children are of no use
         victims: list[Item] = []
         for record in records:
             header = record.header
@@ -113,8 +115,11 @@ class Room:
                 free.setdefault(group, quota - nbytes)
             short = [group for group, _, quota in bounds if free[group] < cost <= quota]
             has_room = not short and not is_tight
-            if header.parent in refused or not (has_room or catalog.admits((env.ns_id, header.key))):
+            item = env.ns_id, header.key
+            if header.parent in lost or not (has_room or catalog.admits(item)):
                 refused.add(header.key)
+                if not catalog.is_above(item):
+                    lost.add(header.key)
                 continue
             for group in short:
                 if free[group] < cost:

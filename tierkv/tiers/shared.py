@@ -162,6 +162,15 @@ class SharedTier:
     def worth(self, ns_id: bytes, key: bytes) -> float:
         return 0.0
 
+    def joined(self, engine: str, ns_id: bytes, most: int) -> None:
+        pass
+
+    def left(self, engine: str) -> None:
+        pass
+
+    def hold(self, engine: str, took: Sequence[bytes], gone: Sequence[bytes]) -> bool:
+        return False
+
     def store(self, ns_id: bytes, records: Sequence[Record], *, offer: Offer = Offer.ORDER) -> list[Status]:
         statuses: list[Status] = []
         namespace = self._known.get(ns_id)
