@@ -307,6 +307,11 @@ class HostIndex:
         kept = (e.key for e in self._entries.values() if e.anchor and not e.in_transit)
         self._kept_changes = dict.fromkeys(kept, True) if follow else None
 
+    def kept(self) -> list[Entry]:
+        """Return the chunks that others may have and that are kept: of most worth first, ancestors before others."""
+        kept = [e for e in self.snapshot() if e.anchor and not e.in_transit]
+        return sorted(kept, key=lambda e: (-self._policy.worth(e.key), e.position))
+
     def take_kept_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the keys of chunks that the policy has come to keep since the last call, and those it gave up."""
         changes = self._kept_changes

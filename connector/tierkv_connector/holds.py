@@ -7,10 +7,11 @@ the server says that the disk may not have it: as many chunks ahead as the spill
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from tierkv.client import StoreClient
-from tierkv.hostindex import HostIndex
+from tierkv.hostindex import Entry, HostIndex
 
 #: Keys of each kind in a message: the server takes a microsecond for each, under the disk's lock.
 _MAX_KEYS = 4096
@@ -53,6 +54,28 @@ class Holds:
 
         for at in range(0, max(len(took), len(gone)), _MAX_KEYS):
             client.hold(took[at : at + _MAX_KEYS], gone[at : at + _MAX_KEYS], answered)
+
+    def let_go(self, client: StoreClient, wait_s: float) -> list[Entry]:
+        """Say that the pool keeps nothing any more; returns what others may have of it and the disk may not have.
+
+        Args:
+            wait_s: seconds to wait for the answer; without one it is nothing.
+
+        Returns:
+            The best first.
+        """
+        if not self._told or self._told != client.holder:
+            return []
+        kept, letters, heard = self._index.kept(), list[bytes | None](), threading.Event()
+
+        def answered(letter: bytes | None) -> None:
+            letters.append(letter)
+            heard.set()
+
+        self._told = ""
+        client.hold([], [entry.key for entry in kept], answered)
+        heard.wait(wait_s)
+        return kept if letters == [b"1"] else []
 
     def dump(self) -> dict[str, Any]:
         """Return the state as plain values, for tests that compare it."""

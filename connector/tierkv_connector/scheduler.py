@@ -507,6 +507,8 @@ class Scheduler:
         self.adapters.close()
         self.contents.close()
         found = self._found[1] if self._found else None
+        if self.client is not None and self.role.stores:
+            self.spill.offer_rest(self.client)
         for client in {c for c in (self.client, found) if c}:
             client.close()
         self.pool.close()

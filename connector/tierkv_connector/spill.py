@@ -9,6 +9,7 @@ when another request uses it, which the server is told; or when it is about to l
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,8 @@ _MAX_SENDS = 3
 #: With ``on-evict``, this share of the pool, or one command's worth, is sent before it is to go; this many at most.
 _SAVE_AHEAD = 1 / 16
 _MAX_AHEAD = 512
+#: Seconds for which an engine that ends offers what only its pool may have: vLLM gives it little more than that.
+LAST_OFFER_S = 2.0
 
 
 class StoreQueue:
@@ -347,6 +350,22 @@ class Spiller:
             self.holds.tell(client)  # before they come: of what the pool keeps the disk takes less
             again = self.holds.offers_again  # what the disk had then it may have done without since
             self.send([entry for entry in victims if again or not entry.saved], client, EVICTED)
+
+    def offer_rest(self, client: StoreClient) -> None:
+        """Offer what only the pool may have, the best first, before it goes with its engine: :data:`LAST_OFFER_S`."""
+        deadline = time.monotonic() + LAST_OFFER_S
+        rest = self.holds.let_go(client, LAST_OFFER_S) if client.connected() else []
+        for at in range(0, len(rest), num := _per_command(self._payload_nbytes)):
+            if not self._wait_for_queue(STORE_NBYTES // 2, deadline):
+                break
+            self._offer(rest[at : at + num], client, EVICTED, _nothing)
+        self._wait_for_queue(0, deadline)
+
+    def _wait_for_queue(self, nbytes: int, deadline: float) -> bool:
+        """Wait until at most so many bytes are on their way; returns whether they are."""
+        while self.queue.nbytes > nbytes and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return self.queue.nbytes <= nbytes
 
     def num_not_saved(self, client: StoreClient) -> int:
         """Return how many chunks left the pool before they were offered to the tier that was to have them."""

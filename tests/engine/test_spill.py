@@ -261,6 +261,21 @@ def test_what_a_full_disk_left_to_the_pool_gets_there_when_it_leaves_the_pool(
     assert hits(counters) == (0, 37, 0, 0)
 
 
+def test_what_only_the_pool_has_is_offered_when_its_engine_ends(lab: Lab, model: Path) -> None:
+    """The disk is full of what is worth least; the next engine finds what its pool has kept from the disk."""
+    disk, least, best = lab.disk(), PROMPTS.new(2390), PROMPTS.new(29 * CHUNK_TOKENS + 1)
+    options = {"disk_dir": disk, "host_bytes": 101 * PAYLOAD_NBYTES, "disk_bytes": 16 << 20}
+    engine = lab.engine(model, options)
+    for prompt, priority in ((least, -2), (best, 2)):
+        engine.run(prompt, params={"tierkv": {"priority": priority}})
+        engine.counters()  # every chunk that was sent has been answered
+    assert all(engine.call("in_host", prompt=best)) and not all(on_disk(engine, disk, best))
+    engine.stop()
+    engine = lab.engine(model, options)
+    assert on_disk(engine, disk, best) == [True] * 29
+    assert sum(on_disk(engine, disk, least)) < 37, "something had to go"
+
+
 # -- never
 
 

@@ -155,6 +155,44 @@ def test_declined_for_being_kept_does_not_keep_what_follows_from_the_disk(bench:
     assert DECLINED not in bench.sched.stat().counters
 
 
+def test_an_engine_that_ends_offers_what_only_its_pool_may_have(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best first, within the queue's bound, once the server knows that the pool keeps it no more."""
+    for family in range(4):
+        run(bench, family)
+    spill, client = bench.sched.spill, bench.client
+    monkeypatch.setattr(spill_module, "COMMAND_NBYTES", 2 * bench.pool.shape.payload_nbytes)
+    monkeypatch.setattr(bench.sched.index._policy, "worth", lambda key: -bench.sched.index.get(key).position)  # type: ignore[union-attr]
+    monkeypatch.setattr(spill_module.time, "sleep", lambda _: [bench.answer_store() for _ in range(len(client.stores))])
+    there = kept(bench)
+    spill.offer_rest(client)  # type: ignore[arg-type]
+    assert client.held == set() and offered(bench, EVICTED) == [], "the disk has it all"
+    bench.step()
+    client.is_full = True
+    spill.offer_rest(client)  # type: ignore[arg-type]
+    sent = offered(bench, EVICTED)
+    assert set(sent) == there and len(sent) == len(there) > 4
+    positions = [entry.position for key in sent if (entry := bench.sched.index.get(key)) is not None]
+    assert positions == sorted(positions)
+    kinds = [command[0] for command in client.log if command[0] == "hold" or command[0] == "store"]
+    assert client.held == set() and kinds[-(len(sent) // 2) - 1 :] == ["hold", *["store"] * (len(sent) // 2)]
+
+
+def test_an_end_waits_for_no_server(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in range(4):
+        run(bench, family)
+    bench.client.is_full = True
+    spill, now = bench.sched.spill, [0.0]
+    monkeypatch.setattr(spill_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(spill_module.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    spill.offer_rest(bench.client)  # type: ignore[arg-type]
+    assert spill.queue.nbytes > 0 and spill_module.LAST_OFFER_S <= now[0] < spill_module.LAST_OFFER_S + 0.1
+    bench.client.up = False
+    num_sent = len(offered(bench, EVICTED))
+    spill.offer_rest(bench.client)  # type: ignore[arg-type]
+    assert len(offered(bench, EVICTED)) == num_sent
+    bench.settle_stores()
+
+
 def test_a_server_that_does_not_answer_takes_no_slot_and_holds_nobody_up(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
