@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tierkv.policy import POLICIES, Hint, Learned, Policy, make_policy, prefetch_order
 from tierkv.policy import learned as learned_module
 from tierkv.policy.kinds import Experience
-from tierkv.policy.returns import ENDS, NUM_OCTAVES, Returns, profits, worths
+from tierkv.policy.returns import ENDS, NUM_STAGES, WIDTHS, Returns, profits, worths
 
 NUM_KEYS = 40
 ROOT = b"root"
@@ -139,7 +139,7 @@ def test_ghosts_ages_and_heap_stay_bounded() -> None:
     assert policy.num_ghosts <= learned_module.MIN_GHOSTS
     num_cohorts = len({segment.cohort for segment in policy._known.values()})
     assert sum(map(len, policy._aging)) == policy._num_aging <= 3 * num_cohorts + 1100
-    assert policy._cells.num_queued <= len(policy._experience.kinds) * NUM_OCTAVES
+    assert policy._cells.num_queued <= len(policy._experience.kinds) * NUM_STAGES
     assert len(policy._experience.kinds) < 400
 
 
@@ -327,7 +327,7 @@ def test_loaded_chunks_share_segments() -> None:
 
 
 def test_profits_are_expected_hits_less_the_price() -> None:
-    q = [0.0] * NUM_OCTAVES
+    q = [0.0] * NUM_STAGES
     q[0] = 0.5
     assert profits(q, 1.0, 0.0)[:2] == [0.5, 0.0]
     assert profits(q, 4.0, 0.01)[0] == pytest.approx(4 * 0.5 - 0.01 * 8 * 0.75)
@@ -354,6 +354,17 @@ def test_domains_learn_their_own_times() -> None:
     assert policy.worth(chain(7_000_002, 4)[0]) > 3 * policy.worth(chain(7_000_001, 4)[0])
 
 
+def test_ages_are_noticed_within_a_quarter_second() -> None:
+    policy: Learned[bytes] = Learned()
+    policy.note([b"a"], 0.0)
+    cohort = policy._known[b"a"].cohort
+    for stage, end in enumerate(ENDS, 1):
+        policy.note([b"b"], end - 0.01)
+        assert cohort.stage == stage - 1
+        policy.note([b"b"], end + 0.25)
+        assert cohort.stage == stage
+
+
 def test_domains_and_kinds_are_bounded() -> None:
     experience = Experience()
     for i in range(1000):
@@ -361,13 +372,12 @@ def test_domains_and_kinds_are_bounded() -> None:
     assert len(experience.kinds) <= 66
 
 
-@given(st.lists(st.floats(0, 0.98), min_size=NUM_OCTAVES, max_size=NUM_OCTAVES))
+@given(st.lists(st.floats(0, 0.98), min_size=NUM_STAGES, max_size=NUM_STAGES))
 def test_worths_equal_the_best_ratio_over_all_stops(q: list[float]) -> None:
-    widths = [ENDS[0], *ENDS]
     for b, worth in enumerate(worths(q)):
         alive, hits, time, best = 1.0, 0.0, 0.0, 0.0
         if min(1 - x for x in q[:b]) if b else 1:
-            for chance, width in zip(q[b:], widths[b:], strict=True):
+            for chance, width in zip(q[b:], WIDTHS[b:], strict=True):
                 hits += alive * chance
                 time += alive * width * (1 - chance / 2)
                 alive *= 1 - chance
@@ -381,9 +391,9 @@ def test_worths_equal_the_best_ratio_over_all_stops(q: list[float]) -> None:
 
 def test_a_life_table_is_drawn_to_its_prior() -> None:
     table = Returns()
-    assert table.chances([0.1] * NUM_OCTAVES, 10) == pytest.approx([0.1] * NUM_OCTAVES)
+    assert table.chances([0.1] * NUM_STAGES, 10) == pytest.approx([0.1] * NUM_STAGES)
     table.came[0], table.left[0] = 1000, 500
-    assert table.chances([0.1] * NUM_OCTAVES, 10)[0] == pytest.approx(501 / 1010)
+    assert table.chances([0.1] * NUM_STAGES, 10)[0] == pytest.approx(501 / 1010)
 
 
 def test_policies_by_name() -> None:

@@ -8,7 +8,7 @@ for a hinted session: what was promised), and a kind has a worth at each age, le
 tier holds: what is not stored is remembered for a while (*ghosts*).
 
 *Eviction* takes the last stored chunk of the least worthy segment on which nothing stored hangs, so a prefix stays
-while anything stored hangs from it. Segments wait in *cells*, one for each kind and octave of age, and cells in a heap
+while anything stored hangs from it. Segments wait in *cells*, one for each kind and stage of age, and cells in a heap
 by worth: finding a victim costs the logarithm of the number of cells, which is bounded, not of the number of chunks.
 
 *Admission*: a write has to pay. What a chunk is expected to bring, less what the room that it takes up brings
@@ -30,7 +30,7 @@ from typing import Generic
 
 from tierkv.policy.base import MAX_PRIORITY, Hint, K
 from tierkv.policy.kinds import Experience, Kind, body_name
-from tierkv.policy.returns import ENDS, LAST_OCTAVE, digits
+from tierkv.policy.returns import ENDS, LAST_STAGE, digits
 from tierkv.policy.segments import Cells, Cohort, Segment
 
 MIN_GHOSTS = 1 << 16
@@ -41,6 +41,8 @@ WRITE_COST = 0.125
 _MAX_LESSON = 256
 #: Segments of one kind that are used within this many seconds age as one.
 _COHORT_S = 1.0
+#: Ages are looked at no more often than this.
+_LOOK_S = 0.25
 
 Group = tuple[Segment[K], int, bool]  # segment, how many of its first keys, whether they are known since now
 
@@ -67,11 +69,11 @@ class Learned(Generic[K]):
         self._nobody: Cohort[K] = Cohort(self._unasked, 0.0)  # of segments in the making
         self._filling = self._going = Segment(self._nobody, 0.0, [], None)  # of the last add, of the last victim
         self._newest: dict[Kind, Cohort[K]] = {}
-        self._aging: tuple[deque[Cohort[K]], ...] = tuple(deque() for _ in range(LAST_OCTAVE))
+        self._aging: tuple[deque[Cohort[K]], ...] = tuple(deque() for _ in range(LAST_STAGE))
         self._num_aging = self._num_aged = 0  # cohorts in these queues, and how many there were after the last look
         self._ghosts: OrderedDict[Segment[K], None] = OrderedDict()  # segments with keys that are not stored
         self._sessions: OrderedDict[tuple[Hashable, str], list[Segment[K]]] = OrderedDict()
-        self._next_birthday = 0.0
+        self._next_look = 0.0  # at which cohorts have grown older
         self._origin: float | None = None
         self._now = 0.0  # seconds since the first note
         self._num_notes = 0
@@ -93,7 +95,7 @@ class Learned(Generic[K]):
                 fresh.append(segment)
                 continue
             cohort = segment.cohort
-            cohort.kind.returns.left[cohort.octave] += sqrt(num)
+            cohort.kind.returns.left[cohort.stage] += sqrt(num)
             is_shared = not bodies and segment.uses >= turn
             if num < len(segment.keys):
                 segment = self._split(segment, num)
@@ -123,7 +125,7 @@ class Learned(Generic[K]):
                 if offset < segment.num_stored:
                     deepest[segment] = max(offset, deepest.get(segment, 0))
         for segment, offset in reversed(deepest.items()):  # a leaf is never used later than its ancestors
-            if segment.cohort.octave or not self._cells.is_last(segment):
+            if segment.cohort.stage or not self._cells.is_last(segment):
                 self._renew(
                     self._split(segment, offset + 1) if offset + 1 < len(segment.keys) else segment, self._unasked
                 )
@@ -150,11 +152,11 @@ class Learned(Generic[K]):
         kind = cohort.kind
         if room:
             return kind.name[0] != "over"
-        octave = cohort.octave
-        if above or kind.profits[octave] < WRITE_COST:
+        stage = cohort.stage
+        if above or kind.profits[stage] < WRITE_COST:
             return False
         cells = self._cells
-        return (cells.found or cells.lowest()) is None or kind.worths[octave] > cells.bar
+        return (cells.found or cells.lowest()) is None or kind.worths[stage] > cells.bar
 
     def add(self, key: K, parent: K) -> None:
         segment = self._filling
@@ -237,7 +239,7 @@ class Learned(Generic[K]):
 
     def dump(self) -> object:
         return {
-            key: (i < s.num_stored, s.time, s.cohort.octave, s.turn, s.uses, s.gap, s.cohort.kind.name, s.cohort.worth)
+            key: (i < s.num_stored, s.time, s.cohort.stage, s.turn, s.uses, s.gap, s.cohort.kind.name, s.cohort.worth)
             for s in dict.fromkeys(self._known.values())
             for i, key in enumerate(s.keys)
         }
@@ -359,7 +361,7 @@ class Learned(Generic[K]):
             or segment.cohort.kind is not self._unasked
             or segment.keys[-1] != parent
             or segment.num_stored < len(segment.keys)
-            or segment.cohort.octave
+            or segment.cohort.stage
             or parent in self._num_children
         ):
             segment = Segment(self._nobody, self._now, [key], parent)
@@ -429,7 +431,6 @@ class Learned(Generic[K]):
             cohort = self._newest[kind] = Cohort(kind, self._now)
             self._aging[0].append(cohort)
             self._num_aging += 1
-            self._next_birthday = min(self._next_birthday, self._now + ENDS[0])
         cohort.enter(segment)
         kind.returns.came[0] += segment.weight
         if segment.num_stored:
@@ -454,15 +455,12 @@ class Learned(Generic[K]):
         if self._origin is None:
             self._origin = now
         self._now = now = max(self._now, now - self._origin)
-        if now < self._next_birthday:
+        if now < self._next_look:
             return
-        self._next_birthday = now + ENDS[0]
-        for age, queue in enumerate(self._aging):
-            limit = now - ENDS[age]
-            while queue and queue[0].time <= limit:
+        self._next_look = now + _LOOK_S
+        for end, queue in zip(ENDS, self._aging, strict=True):
+            while queue and queue[0].time + end <= now:
                 self._grow_older(queue.popleft())
-            if queue:
-                self._next_birthday = min(self._next_birthday, queue[0].time + ENDS[age])
         if self._num_aging > 2 * self._num_aged + 1024:
             self._drop_empty_cohorts()
 
@@ -473,9 +471,9 @@ class Learned(Generic[K]):
         if not cohort.num_members:
             return
         self._cells.grow_older(cohort)
-        cohort.kind.returns.came[cohort.octave] += cohort.weight
-        if cohort.octave < LAST_OCTAVE:
-            self._aging[cohort.octave].append(cohort)
+        cohort.kind.returns.came[cohort.stage] += cohort.weight
+        if cohort.stage < LAST_STAGE:
+            self._aging[cohort.stage].append(cohort)
             self._num_aging += 1
 
     def _drop_empty_cohorts(self) -> None:

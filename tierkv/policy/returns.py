@@ -1,9 +1,9 @@
 """How likely a chunk is to be asked for again, and when: life tables, and what they say a chunk is worth.
 
-Time since the last use is cut into octaves. For a kind of use, :class:`Returns` counts how many chunks came into each
-octave without having been asked for, and how many of these were asked for in it: the chance ``q[b]`` of a return in
-octave ``b`` for what is still out at its start. It is the life table of survival analysis: what is forgotten early
-leaves no bias.
+Time since the last use is cut into stages, of half an octave where returns are common. For a kind of use,
+:class:`Returns` counts how many chunks came into each stage without having been asked for, and how many of these were
+asked for in it: the chance ``q[b]`` of a return in stage ``b`` for what is still out at its start. It is the life table
+of survival analysis: what is forgotten early leaves no bias.
 
 From the ``q`` follows what is worth keeping. Holding a chunk from age ``a`` to age ``t`` takes its expected time in the
 cache and brings its expected hits; the *worth* at ``a`` is the best ratio over all ``t`` (the Gittins index): hits per
@@ -14,12 +14,15 @@ of them, and one that people come back to within a minute or never is worth noth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-#: Octave 0 ends 8 seconds after the last use, each other one at twice the age of the one before; the last has no end.
-NUM_OCTAVES = 15
-LAST_OCTAVE = NUM_OCTAVES - 1
-ENDS = tuple(8.0 * (1 << b) for b in range(LAST_OCTAVE))
-_WIDTHS = (8.0, *ENDS)
+#: The age at which each stage but the last ends, in seconds: half an octave apart from 8 s to 17 minutes, an octave
+#: from there to 18 hours. What is to be kept for half a minute must not be given up, or kept, for a whole one.
+ENDS = (*(8.0 * 2 ** (n / 2) for n in range(15)), *(8.0 * 2**n for n in range(8, 14)))
+NUM_STAGES = len(ENDS) + 1
+LAST_STAGE = NUM_STAGES - 1
+#: Seconds that a stage takes; the last is as long as all others.
+WIDTHS = (ENDS[0], *(end - start for start, end in pairwise(ENDS)), ENDS[-1])
 
 #: Counts are halved beyond this, so that a change of habits is learned within about as many returns.
 _MAX_COUNT = 1 << 14
@@ -35,21 +38,21 @@ def digits(x: float, last: int) -> int:
 
 
 class Returns:
-    """The life table of one kind of use: about 700 bytes. A count is a segment, weighed by the root of its length.
+    """The life table of one kind of use: about 1 KB. A count is a segment, weighed by the root of its length.
 
     Attributes:
-        came: what came into each octave.
-        left: what of it was asked for in that octave.
+        came: what came into each stage.
+        left: what of it was asked for in that stage.
     """
 
     __slots__ = ("came", "left")
 
     def __init__(self) -> None:
-        self.came = [0.0] * NUM_OCTAVES
-        self.left = [0.0] * NUM_OCTAVES
+        self.came = [0.0] * NUM_STAGES
+        self.left = [0.0] * NUM_STAGES
 
     def chances(self, prior: Sequence[float], strength: float) -> list[float]:
-        """Return ``q``: the chance of a return in each octave, drawn towards ``prior`` as by ``strength`` counts."""
+        """Return ``q``: the chance of a return in each stage, drawn towards ``prior`` as by ``strength`` counts."""
         return [
             min(0.98, (left + strength * p) / (max(came, left) + strength))
             for came, left, p in zip(self.came, self.left, prior, strict=True)
@@ -68,15 +71,15 @@ class Returns:
 
 
 def worths(q: Sequence[float]) -> list[float]:
-    """Return the worth, in expected hits per second, at the start of each octave. Linear in the number of octaves."""
+    """Return the worth, in expected hits per second, at the start of each stage. Linear in the number of stages."""
     alive, hits, time = 1.0, [0.0], [0.0]
-    for chance, width in zip(q, _WIDTHS, strict=True):
+    for chance, width in zip(q, WIDTHS, strict=True):
         hits.append(hits[-1] + alive * chance)
         time.append(time[-1] + alive * width * (1 - chance / 2))
         alive = max(alive * (1 - chance), 1e-6)
-    hull = [NUM_OCTAVES]  # the upper hull of the later points (time, hits), the nearest last
-    result = [0.0] * NUM_OCTAVES
-    for b in range(LAST_OCTAVE, -1, -1):
+    hull = [NUM_STAGES]  # the upper hull of the later points (time, hits), the nearest last
+    result = [0.0] * NUM_STAGES
+    for b in range(LAST_STAGE, -1, -1):
         best = (hits[hull[-1]] - hits[b]) / (time[hull[-1]] - time[b])
         while len(hull) > 1:
             slope = (hits[hull[-2]] - hits[b]) / (time[hull[-2]] - time[b])
@@ -90,14 +93,14 @@ def worths(q: Sequence[float]) -> list[float]:
 
 
 def profits(q: Sequence[float], factor: float, price: float) -> list[float]:
-    """Return the expected hits, each counted ``factor`` times, less the price of the room, at the start of each octave.
+    """Return the expected hits, each counted ``factor`` times, less the price of the room, at the start of each stage.
 
     Args:
         price: of a second, in hits; a chunk is let go of as soon as that is better than to hold it.
     """
-    result, value = [0.0] * NUM_OCTAVES, 0.0
-    for b in range(LAST_OCTAVE, -1, -1):
+    result, value = [0.0] * NUM_STAGES, 0.0
+    for b in range(LAST_STAGE, -1, -1):
         chance = q[b]
-        value = max(0.0, chance * factor - price * _WIDTHS[b] * (1 - chance / 2) + (1 - chance) * value)
+        value = max(0.0, chance * factor - price * WIDTHS[b] * (1 - chance / 2) + (1 - chance) * value)
         result[b] = value
     return result

@@ -14,7 +14,7 @@ from typing import Generic
 
 from tierkv.policy.base import K
 from tierkv.policy.kinds import Kind
-from tierkv.policy.returns import NUM_OCTAVES
+from tierkv.policy.returns import NUM_STAGES
 
 
 class Segment(Generic[K]):
@@ -94,25 +94,25 @@ class Cohort(Generic[K]):
 
     Attributes:
         time: seconds, at which their age is taken to begin.
-        octave: of their age, as far as it has been noticed.
+        stage: of their age, as far as it has been noticed.
         num_members: how many they are.
         weight: what they count for in the life table of their kind.
         listed: those that wait to be evicted, the longest unused first.
     """
 
-    __slots__ = ("kind", "listed", "num_members", "octave", "time", "weight")
+    __slots__ = ("kind", "listed", "num_members", "stage", "time", "weight")
 
     def __init__(self, kind: Kind, time: float) -> None:
         self.kind = kind
         self.time = time
-        self.octave = 0
+        self.stage = 0
         self.num_members = 0
         self.weight = 0.0
         self.listed: OrderedDict[Segment[K], None] = OrderedDict()
 
     @property
     def worth(self) -> float:
-        return self.kind.worths[self.octave]
+        return self.kind.worths[self.stage]
 
     def enter(self, segment: Segment[K]) -> None:
         """Take a segment in."""
@@ -128,7 +128,7 @@ class Cohort(Generic[K]):
 
 
 class Cell(Generic[K]):
-    """The cohorts of one kind and octave with something to evict, the longest unused first."""
+    """The cohorts of one kind and stage with something to evict, the longest unused first."""
 
     __slots__ = ("cohorts", "is_queued", "number", "worth")
 
@@ -168,11 +168,11 @@ class Cells(Generic[K]):
             self._put(cohort)
         if first:
             listed.move_to_end(segment, last=False)
-            self._cells[cohort.kind.number * NUM_OCTAVES + cohort.octave].cohorts.move_to_end(cohort, last=False)
+            self._cells[cohort.kind.number * NUM_STAGES + cohort.stage].cohorts.move_to_end(cohort, last=False)
             self.found = None
 
     def _put(self, cohort: Cohort[K]) -> None:
-        number = cohort.kind.number * NUM_OCTAVES + cohort.octave
+        number = cohort.kind.number * NUM_STAGES + cohort.stage
         cell = self._cells.get(number)
         if cell is None:
             cell = self._cells[number] = Cell(number, cohort.worth)
@@ -191,14 +191,14 @@ class Cells(Generic[K]):
         del cohort.listed[segment]
         segment.is_listed = False
         if not cohort.listed:
-            del self._cells[cohort.kind.number * NUM_OCTAVES + cohort.octave].cohorts[cohort]
+            del self._cells[cohort.kind.number * NUM_STAGES + cohort.stage].cohorts[cohort]
 
     def grow_older(self, cohort: Cohort[K]) -> None:
-        """Let a cohort come into its next octave."""
+        """Let a cohort come into its next stage."""
         if cohort.listed:
             self.found = None
-            del self._cells[cohort.kind.number * NUM_OCTAVES + cohort.octave].cohorts[cohort]
-        cohort.octave += 1
+            del self._cells[cohort.kind.number * NUM_STAGES + cohort.stage].cohorts[cohort]
+        cohort.stage += 1
         if cohort.listed:
             self._put(cohort)
 
@@ -207,7 +207,7 @@ class Cells(Generic[K]):
         cohort = segment.cohort
         if not segment.is_listed or next(reversed(cohort.listed)) is not segment:
             return False
-        cell = self._cells[cohort.kind.number * NUM_OCTAVES + cohort.octave]
+        cell = self._cells[cohort.kind.number * NUM_STAGES + cohort.stage]
         return next(reversed(cell.cohorts)) is cohort
 
     def lowest(self) -> Segment[K] | None:
@@ -228,12 +228,12 @@ class Cells(Generic[K]):
         return None
 
     def reprice(self, worths: Sequence[Sequence[float]]) -> None:
-        """Order the cells by what their kinds are worth now: ``worths[kind][octave]``."""
+        """Order the cells by what their kinds are worth now: ``worths[kind][stage]``."""
         self.found = None
         self._heap = []
         for cell in self._cells.values():
-            kind, octave = divmod(cell.number, NUM_OCTAVES)
-            cell.worth = worths[kind][octave]
+            kind, stage = divmod(cell.number, NUM_STAGES)
+            cell.worth = worths[kind][stage]
             cell.is_queued = bool(cell.cohorts)
             if cell.is_queued:
                 self._heap.append((cell.worth, cell.number, cell))
