@@ -73,7 +73,11 @@ class Holds:
             heard.set()
 
         self._told = ""
-        client.hold([], [entry.key for entry in kept], answered)
+        keys = [entry.key for entry in kept]
+        *firsts, last = [keys[at : at + _MAX_KEYS] for at in range(0, len(keys), _MAX_KEYS)] or [[]]
+        for some in firsts:
+            client.hold([], some, lambda _: None)
+        client.hold([], last, answered)
         heard.wait(wait_s)
         return kept if letters == [b"1"] else []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tierkv.policy import POLICIES, Hint, Learned, Policy, make_policy, prefetch_order
 from tierkv.policy import learned as learned_module
 from tierkv.policy.kinds import Experience
-from tierkv.policy.returns import ENDS, NUM_STAGES, WIDTHS, Returns, profits, worths
+from tierkv.policy.returns import ENDS, NUM_STAGES, WIDTHS, Returns, evenly, profits, worths
 
 NUM_KEYS = 40
 ROOT = b"root"
@@ -370,6 +371,15 @@ def test_domains_and_kinds_are_bounded() -> None:
     for i in range(1000):
         experience.kind(f"d{i}", ("over",))
     assert len(experience.kinds) <= 66
+
+
+def test_an_even_chance_is_the_same_however_finely_ages_are_told_apart() -> None:
+    q = evenly(0.1)
+    for start, end in [(8, 16), (16, 64), (512, 1024), (1024, 2048)]:
+        first, last = ENDS.index(start) + 1, ENDS.index(end) + 1
+        stays = math.prod(1 - chance for chance in q[first:last])
+        assert stays == pytest.approx(0.9 ** math.log2(end / start))
+    assert (q[0], q[-1]) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
 @given(st.lists(st.floats(0, 0.98), min_size=NUM_STAGES, max_size=NUM_STAGES))

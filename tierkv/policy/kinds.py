@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import log, log2
 
-from tierkv.policy.returns import NUM_STAGES, Returns, digits, profits, worths
+from tierkv.policy.returns import NUM_STAGES, Returns, digits, evenly, profits, worths
 
 Name = tuple[Hashable, ...]
 
@@ -20,7 +20,7 @@ _MAX_DOMAINS = 64
 #: Counts that a table or a factor is drawn towards what is known without it.
 _TABLE_STRENGTH = 128.0
 _FACTOR_STRENGTH = 10.0
-#: The chance of a return in an stage where nothing has been seen yet, by the kind's first word.
+#: The chance of a return in an octave where nothing has been seen yet, by the kind's first word.
 _PRIORS = {"again": 0.1, "fresh": 0.1, "unasked": 0.1, "shared": 0.3, "retain": 0.3, "over": 0.01}
 _BODY = ("again", "fresh")
 #: By how much more likely a return is at first after so many turns: who came back before comes back again.
@@ -150,7 +150,7 @@ class Experience:
         """Return the chances of a return in each stage for what begins with ``word``, before the factors."""
         shape = self._shapes.get((domain, word))
         if shape is None:
-            shape = [_PRIORS[str(word)]] * NUM_STAGES
+            shape = evenly(_PRIORS[str(word)])
             for coarse in ((word,), (word, "in", domain)):
                 if (table := self._coarse.get(coarse)) is not None:
                     shape = table.chances(shape, _TABLE_STRENGTH)

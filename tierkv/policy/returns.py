@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import log2
 
 #: The age at which each stage but the last ends, in seconds: half an octave apart from 8 s to 17 minutes, an octave
 #: from there to 18 hours. What is to be kept for half a minute must not be given up, or kept, for a whole one.
@@ -23,6 +24,7 @@ NUM_STAGES = len(ENDS) + 1
 LAST_STAGE = NUM_STAGES - 1
 #: Seconds that a stage takes; the last is as long as all others.
 WIDTHS = (ENDS[0], *(end - start for start, end in pairwise(ENDS)), ENDS[-1])
+_NUM_OCTAVES = (1.0, *(log2(end / start) for start, end in pairwise(ENDS)), 1.0)
 
 #: Counts are halved beyond this, so that a change of habits is learned within about as many returns.
 _MAX_COUNT = 1 << 14
@@ -68,6 +70,11 @@ class Returns:
         if self.came[0] > _MAX_COUNT:
             self.came = [n / 2 for n in self.came]
             self.left = [n / 2 for n in self.left]
+
+
+def evenly(chance: float) -> list[float]:
+    """Return the chance of a return in each stage where it is ``chance`` in each octave, and before and after them."""
+    return [1 - (1 - chance) ** num for num in _NUM_OCTAVES]
 
 
 def worths(q: Sequence[float]) -> list[float]:
