@@ -376,8 +376,8 @@ MUTATIONS = (
         "tierkv/keys.py",
         (
             (
-                "parent = sha256(parent_head + parent + chunk).digest()",
-                "parent = sha256(parent_head + parent + str(hash(chunk)).encode()).digest()",
+                "parent = sha256(parent_head + parent + tokens_head + chunk).digest()",
+                "parent = sha256(parent_head + parent + tokens_head + str(hash(chunk)).encode()).digest()",
             ),
         ),
         CONTRACT + "::test_13_keys_are_the_same_in_every_process",
@@ -450,6 +450,107 @@ MUTATIONS = (
             ),
         ),
         "tests/engine/test_pooling.py::test_only_what_vllm_itself_would_cache_is_loaded",
+    ),
+    # Kinds of KV and of engines
+    Mutation(
+        "store the state of a step that has not got there",
+        "connector/tierkv_connector/recurrent.py",
+        (("            if num_tokens <= end\n", "            if True\n"),),
+        "tests/unit/test_recurrent.py::test_states_are_where_a_step_ends_and_where_vllm_says_so",
+    ),
+    Mutation(
+        "store the null block as a state",
+        "connector/tierkv_connector/recurrent.py",
+        ((" and ids[num - 1] != NULL", ""),),
+        "tests/unit/test_recurrent.py::test_states_are_where_a_step_ends_and_where_vllm_says_so",
+    ),
+    Mutation(
+        "load the state of another boundary",
+        "connector/tierkv_connector/blocks.py",
+        (
+            (
+                "return [_NOTHING] * (len(chunks) - 1) + [Span(0, (ids[-1],))]",
+                "return [_NOTHING] * (len(chunks) - 2) + [Span(0, (ids[-1],)), _NOTHING][-len(chunks) :]",
+            ),
+        ),
+        "tests/unit/test_recurrent.py::test_of_a_claim_the_last_states_are_loaded",
+    ),
+    Mutation(
+        "name an item without the options of its processor",
+        "connector/tierkv_connector/digests.py",
+        (("_spell([modality, fields, settings])", "_spell([modality, fields])"),),
+        "tests/unit/test_extras.py::test_every_part_of_an_item_counts",
+    ),
+    Mutation(
+        "trust a name that came with two contents",
+        "connector/tierkv_connector/extras.py",
+        (("            else:\n                self.trusted = False\n", "            else:\n                pass\n"),),
+        "tests/unit/test_extras.py::test_a_name_with_two_contents_is_trusted_no_more",
+    ),
+    Mutation(
+        "say that weights change once they have",
+        "connector/tierkv_connector/weights.py",
+        (("_before_rpc, before=True", "_before_rpc, before=False"),),
+        "tests/unit/test_epochs.py::test_a_change_is_told_before_it_and_a_version_once_it_is_set",
+    ),
+    Mutation(
+        "forget what hangs when another file is asked for",
+        "connector/tierkv_connector/filecheck.py",
+        (("self._under_way = {q.name: q for q in stuck}", "self._under_way = {}"),),
+        "tests/unit/test_adapters.py::test_what_hangs_is_remembered_while_others_are_asked",
+    ),
+    Mutation(
+        "promise past a chunk that is lost",
+        "connector/tierkv_connector/handoff.py",
+        (("next((i for i in range(num_chunks) if i not in promised), num_chunks)", "len(promised)"),),
+        "tests/unit/test_handoff.py::test_an_answer_promises_up_to_the_first_that_is_lost",
+    ),
+    Mutation(
+        "hand off what is private",
+        "connector/tierkv_connector/handoff.py",
+        (("return bool(entry.anchor) and entry.state == Entry.READY", "return entry.state == Entry.READY"),),
+        "tests/unit/test_handoff.py::test_what_is_private_or_gone_is_not_sent",
+    ),
+    Mutation(
+        "pass over holes in what is handed off",
+        "connector/tierkv_connector/handoff.py",
+        (("if s is not state or i != first + n", "if s is not state"),),
+        "tests/unit/test_handoff.py::test_the_server_is_asked_for_runs_of_one_request_without_holes",
+    ),
+    Mutation(
+        "share heads whose bytes lie in another order",
+        "connector/tierkv_connector/portable.py",
+        (("order=tuple(axis for axis in group.order if axis != 1)", "order=()"),),
+        "tests/unit/test_portable.py::test_the_order_within_a_head_is_a_part_of_the_layout",
+    ),
+    Mutation(
+        "give every stage the parts of the first",
+        "connector/tierkv_connector/portable.py",
+        (
+            (
+                "return stage * (self.num_parts // self.num_stages) + rank // self.replicas",
+                "return rank // self.replicas",
+            ),
+        ),
+        "tests/unit/test_ranks.py::test_a_payload_is_the_parts_of_all_stages",
+    ),
+    Mutation(
+        "take one format of quantized KV for another",
+        "connector/tierkv_connector/caches.py",
+        (("return quantized_format(layer) or str(", "return str("),),
+        "tests/unit/test_caches.py::test_formats_of_quantized_kv_are_told_apart",
+    ),
+    Mutation(
+        "take quantized KV for packed as its elements are",
+        "connector/tierkv_connector/caches.py",
+        (("dtype = vllm_config.model_config.dtype", "dtype = cache.dtype"),),
+        "tests/unit/test_caches.py::test_quantized_kv_is_packed_for_the_type_of_the_model",
+    ),
+    Mutation(
+        "leave a quantization out of the identity",
+        "connector/tierkv_connector/model.py",
+        (('_plain(_fields_of(getattr(model, "quantization_config", None)))', "None"),),
+        "tests/unit/test_model.py::test_a_setting_that_changes_the_kv_changes_the_identity",
     ),
 )
 

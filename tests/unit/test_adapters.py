@@ -203,6 +203,17 @@ def test_files_that_change_while_their_file_system_hangs_are_noticed(
     assert adapters._known[1].given_up and adapters.root(ROOT, lora) is None
 
 
+def test_what_hangs_is_remembered_while_others_are_asked() -> None:
+    checks, go_on, asked = FileChecks(wait_s=0.001), threading.Event(), []
+    for _ in range(3):
+        assert checks.ask("stuck", lambda: not asked.append(1) and go_on.wait(60.0)) is None
+        assert wait_until(lambda: checks.ask("well", lambda: True))
+    assert len(asked) == 1 and checks._num_threads == 2
+    go_on.set()
+    assert wait_until(lambda: checks.ask("stuck", lambda: True))
+    checks.close()
+
+
 def test_file_systems_that_all_hang_are_left_alone(tmp_path: Path) -> None:
     checks, go_on = FileChecks(wait_s=0.001), threading.Event()
     for name in range(MAX_THREADS):

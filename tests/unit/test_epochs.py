@@ -170,6 +170,26 @@ def test_the_engine_core_tells_its_connector(core_class: type[Core]) -> None:
     assert core.calls == ["reload_weights", "update_weights", "compute_weight_checksums", "step-1", "step-2"]
 
 
+def test_a_change_is_told_before_it_and_a_version_once_it_is_set(core_class: type[Core]) -> None:
+    """Weights that were changed halfway have changed; a version that was refused is not one."""
+
+    class Failing(core_class):  # type: ignore[misc, valid-type]
+        pass
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("no")
+
+    ours = Told()
+    for name in ("collective_rpc", "set_weight_version"):
+        setattr(Failing, name, fail)
+    weights.watch(Failing)
+    with pytest.raises(ValueError, match="no"):
+        Failing(ours).collective_rpc("update_weights")
+    with pytest.raises(ValueError, match="no"):
+        Failing(ours).set_weight_version("step-1")
+    assert ours.told == ["change"]
+
+
 def test_among_several_connectors_ours_is_told(core_class: type[Core]) -> None:
     one, other = Told(), Told()
     core = core_class(SimpleNamespace(_connectors=[one, SimpleNamespace(), other]))

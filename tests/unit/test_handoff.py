@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ import pytest
 from scheduler_bench import CHUNK_TOKENS, DEADLINE_S, IDENTITY, PAYLOAD_NBYTES, Bench, Request, small_world
 from tierkv.config import EngineConfig
 from tierkv.errors import ConfigError
+from tierkv.hostindex import Entry
 from tierkv.keys import chain_keys, root_key
 from tierkv.messages import COMPUTED, HANDOFF
 from tierkv_connector.awaited import Awaited, read_awaited, without_answer
-from tierkv_connector.handoff import MAX_PAUSE_S
+from tierkv_connector.handoff import MAX_PAUSE_S, Handoffs, ask_again
 from tierkv_connector.hints import TIERS, Hints
 from tierkv_connector.roles import Role
 
@@ -213,6 +216,80 @@ def test_nothing_is_promised_of_what_stays_here(bench: Bench) -> None:
     assert not sent(bench, HANDOFF)
 
 
+class Parts:
+    """A :class:`Handoffs` by itself: what it pins, asks and sends."""
+
+    def __init__(self) -> None:
+        self.pinned: list[Any] = []
+        self.used: list[tuple[int, list[bytes]]] = []
+        self.sent: list[Any] = []
+        index = SimpleNamespace(
+            pin=self.pinned.append,
+            unpin=self.pinned.remove,
+            pool=SimpleNamespace(shape=SimpleNamespace(payload_nbytes=1 << 20)),
+        )
+        self.handoffs = Handoffs(index, Counter(), lambda entries, *rest: self.sent.extend(entries))  # type: ignore[arg-type]
+        self.client: Any = SimpleNamespace(
+            connected=lambda: True,
+            denies=lambda key: False,
+            use=lambda first, anchor, keys, arrived, reason: self.used.append((first, list(keys))),
+        )
+
+
+def state_of(num_chunks: int, family: int = 0) -> Any:
+    keys = [bytes([family, i]) * 16 for i in range(num_chunks)]
+    return SimpleNamespace(keys=keys, promised=set(), anchor=lambda first: keys[0])
+
+
+def entry_of(state: int = Entry.READY, fetch: Any = None, anchor: bytes = b"anchor") -> Any:
+    return SimpleNamespace(state=state, fetch=fetch, anchor=anchor, promised=False, key=b"")
+
+
+def test_the_server_is_asked_for_runs_of_one_request_without_holes() -> None:
+    parts, one, other = Parts(), state_of(4), state_of(6, family=1)
+    for state, i in ((one, 0), (one, 1), (one, 3), (other, 4), (other, 5)):
+        parts.handoffs.finds(state, i, entry_of())
+    parts.handoffs.advance(parts.client)
+    assert parts.used == [(0, one.keys[:2]), (3, one.keys[3:]), (4, other.keys[4:])]
+    assert (one.promised, other.promised) == ({0, 1, 3}, {4, 5})
+
+
+def test_without_a_server_nothing_that_was_found_stays_pinned() -> None:
+    parts, state = Parts(), state_of(2)
+    for i, entry in enumerate((entry_of(), None)):
+        parts.handoffs.finds(state, i, entry)
+    assert len(parts.pinned) == 1
+    parts.handoffs.advance(None)
+    parts.handoffs.apply_answers()
+    assert not parts.pinned and not parts.handoffs.kept and not state.promised
+
+
+def test_what_is_on_its_way_here_is_not_kept() -> None:
+    """Its slot is still the store server's; of what is in a tier that server knows itself."""
+    parts, state = Parts(), state_of(1)
+    parts.handoffs.finds(state, 0, entry_of(Entry.FILLING, fetch=object()))
+    assert not parts.pinned
+    parts.handoffs.advance(parts.client)
+    assert state.promised == {0}
+
+
+def test_what_is_private_or_gone_is_not_sent() -> None:
+    parts, good = Parts(), entry_of()
+    parts.handoffs.send([entry_of(anchor=b""), good, entry_of(Entry.FILLING)], parts.client)
+    assert parts.sent == parts.pinned == [good]
+
+
+@pytest.mark.parametrize(("promised", "num"), [({0, 1, 2}, 3), ({0, 1, 3}, 2), ({0, 2, 3}, 1), ({1, 2, 3}, 0)])
+def test_an_answer_promises_up_to_the_first_that_is_lost(promised: set[int], num: int) -> None:
+    parts, state, answer = Parts(), state_of(4), {"tierkv": dict[str, Any]()}
+    state.promised = promised
+    parts.handoffs.tell(state, answer, 3, CHUNK_TOKENS, bytes(16))
+    told = answer["tierkv"].get("handoff")
+    assert (told and (told["last_key"], told["tokens"])) == (
+        (state.keys[num - 1].hex(), num * CHUNK_TOKENS) if num else None
+    )
+
+
 # -- waiting
 
 
@@ -252,6 +329,23 @@ def test_without_a_filter_it_asks_in_growing_pauses_until_the_deadline(bench: Be
     assert bench.ask(request, 0)[0] == 2 * CHUNK_TOKENS, "what has come is claimed"
     go_on(bench)
     assert (bench.sched.counters["disk_hits"], bench.sched.counters["awaited_late"]) == (2, 2)
+
+
+def test_after_the_deadline_nothing_is_asked_any_more() -> None:
+    asked: list[list[bytes]] = []
+    client: Any = SimpleNamespace(
+        connected=lambda: True,
+        denies=lambda key: False,
+        match=lambda lane, first, anchor, keys: asked.append(list(keys)),
+    )
+    state = state_of(4)
+    for now, num_asked in ((9.9, 1), (10.0, 0)):
+        match = SimpleNamespace(letters=bytearray(b"d"))
+        about = {"match": match, "again": None, "start": 0, "stop": 4, "awaited": 3, "ask_at": 0.0, "denied": False}
+        plan: Any = SimpleNamespace(**about, deadline=10.0, pause_s=0.1, lane=0, failed=lambda: False)
+        asked.clear()
+        assert ask_again(plan, state, client, now) == bool(num_asked)
+        assert asked == [state.keys[1:3]] * num_asked
 
 
 def test_nobody_waits_for_a_server_that_is_gone_or_a_chunk_that_is(bench: Bench) -> None:

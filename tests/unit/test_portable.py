@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -187,6 +188,18 @@ def test_a_layout_that_is_not_portable_is_another_one() -> None:
     engine.close()
 
 
+def test_the_order_within_a_head_is_a_part_of_the_layout() -> None:
+    """The rows of a head are stored as they lie in memory: transposed they are other bytes."""
+    cut, groups = Cut(1, 1, True, 4), groups_of(4)
+    caches = [torch.zeros(NUM_BLOCKS, 4, TOKENS, WIDTH), torch.zeros(NUM_BLOCKS, 4, WIDTH, TOKENS).transpose(2, 3)]
+    layouts = [
+        canonical(describe(groups, dict.fromkeys(LAYERS, cache), NUM_BLOCKS, 1, None, vllm_config(4)), cut)
+        for cache in caches
+    ]
+    assert [layout.group.order for layout in layouts] == [(2, 3), (3, 2)]
+    assert layouts[0].layout_id() != layouts[1].layout_id()
+
+
 def test_what_has_no_heads_is_portable_as_it_is() -> None:
     """MLA: every rank holds all of it. One stores it, and its bytes say nothing of the others."""
     groups = groups_of(1, MLAAttentionSpec)
@@ -250,3 +263,19 @@ def test_axes_without_gaps_between_them_are_one() -> None:
     assert words(rows[:, :, 1], 0).shape == (6, 4, 4)
     assert words(rows[:, :, :1], 0).shape == (6, 4, 4)
     assert words(rows[:, 1:2, :], 0).shape == (6, 8)
+
+
+def test_stages_do_not_go_with_portable_payloads() -> None:
+    for groups in (groups_of(4), groups_of(1, MLAAttentionSpec)):
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: 4)
+        with pytest.raises(ConfigError, match="shared out over 2 pipeline stages"):
+            cut_over(groups, 1, model, portable=True, pp_size=2)
+
+
+def test_layers_with_another_backend_are_looked_at_too() -> None:
+    caches = dict(zip(LAYERS, kv_of(4), strict=True))
+    layout = describe(groups_of(4), caches, NUM_BLOCKS, 1, CHUNK_BLOCKS * TOKENS, vllm_config(4))
+    assert canonical(layout, Cut(1, 1, True, 4)).group.num_kv_heads == 4
+    others = (msgspec.structs.replace(layout.group, backend="ROCM_ATTN"),)
+    with pytest.raises(ConfigError, match="its attention backend ROCM_ATTN keeps a block"):
+        canonical(msgspec.structs.replace(layout, others=others), Cut(1, 1, True, 4))
