@@ -81,8 +81,8 @@ def shm_names(of_vllm: bool = False) -> set[str]:
     Args:
         of_vllm: those of vLLM's ranks too, which other tests may be running meanwhile.
     """
-    ignored = ("sem.", "psm_") if of_vllm else ("sem.", "psm_", "vllm_dist_")
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(ignored)}
+    names = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "psm_"))}
+    return {name for name in names if of_vllm or not (name.startswith("vllm_dist_") or "-cpushm_" in name)}
 
 
 def num_fds() -> int:

@@ -197,7 +197,7 @@ def test_killing_an_engine_leaves_nothing_and_its_successor_hits(lab: Lab, model
     mark, disk = f"TIERKV_TEST_{secrets.token_hex(8)}", lab.disk()
     env: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     prompts = [PROMPTS.new(300) for _ in range(3)]
-    names = shm_names(of_vllm=True)
+    names = shm_names()
 
     plain = lab.engine(model, env=env)  # vLLM leaves things of its own
     engine = lab.engine(model, {"disk_dir": disk}, transfer={"engine_id": mark}, env=env | {mark: "1"})
@@ -224,7 +224,7 @@ def test_killing_an_engine_leaves_nothing_and_its_successor_hits(lab: Lab, model
     assert not socket_path(disk).exists()
     assert not holders(segments)
     assert kinds_left(with_connector) == kinds_left(without)
-    assert shm_names(of_vllm=True) <= names
+    assert shm_names() <= names
     for path in with_connector | without:  # what vLLM leaves
         path.unlink(missing_ok=True)
 
