@@ -32,6 +32,9 @@ VARIABLE = "TIERKV_VLLM"
 
 #: Published for CPUs without what speculative decoding samples with there.
 CANNOT_DRAFT = ((0, 30),)
+#: Before this version vLLM for CPUs, without connector too, answers some requests otherwise than alone where those with
+#: and without adapters are preempted.
+MIXES_ADAPTERS = (0, 30)
 
 _ROOT = Path(__file__).resolve().parents[1]
 

@@ -31,7 +31,7 @@ from fire.plants import PLANTS
 from fire.references import TOLERANCE
 from fire.stage import Stage
 from lora_adapters import RANK, write_adapter
-from vllm_versions import CANNOT_DRAFT, wanted_minor
+from vllm_versions import CANNOT_DRAFT, MIXES_ADAPTERS, wanted_minor
 
 NUM_BLOCKS = 40
 NUM_AT_A_TIME = 8
@@ -218,7 +218,7 @@ class Stress:
         self._num_requests = num_requests
         self._faults = Faults(stage, kinds, self._rng, gap)
         loras: list[Lora | None] = [None]
-        for number, name in enumerate(("a", "b"), 1):
+        for number, name in enumerate(("a", "b") if wanted_minor() >= MIXES_ADAPTERS else (), 1):
             directory = stage.directory / f"lora-{name}"
             if not directory.exists():  # of another run on this stage
                 write_adapter(directory, number, **_MODEL)
