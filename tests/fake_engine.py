@@ -100,6 +100,7 @@ class FakeEngine:
         num_slots: int = 64,
         engine_id: str = "fake-engine",
         launcher: Launcher | None = None,
+        start_s: float = TIMEOUT_S,
         **hello: Any,
     ) -> None:
         self.namespace = namespace or make_namespace()
@@ -132,8 +133,11 @@ class FakeEngine:
         )
         try:
             self.welcome = self.client.start()
-            if self.welcome is None:
-                raise TimeoutError(f"no store server answers at {address}")
+            if self.welcome is None:  # on a busy machine it is late: the client tries again by itself
+                wait_until(self.client.connected, start_s, f"no store server answers at {address}")
+                session = self.client._session
+                self.welcome = session.welcome if session else None
+            assert self.welcome is not None
         except BaseException:
             self.close()
             raise

@@ -388,10 +388,12 @@ def test_a_store_that_is_damaged_under_tls_is_sent_again(
     engine: Engine, store: TomlStore, proxy: Proxy, cold: Cold, gpu: Gpu
 ) -> None:
     prompt, num_faults = PROMPTS.new(276), proxy.requests.num_faults
+    lost = engine.counters().get("stores_lost", 0)
     proxy.requests.flip(PAYLOAD_NBYTES * 3 // 2)
     with engine.counting() as counters:
         assert engine.one(prompt).distance(cold(prompt)) < 1e-4
         wait_until(lambda: proxy.requests.num_faults > num_faults)
+        wait_until(lambda: engine.call("stat")["counters"].get("stores_lost", 0) == lost + 4)  # connected until then
         wait_until(lambda: engine.call("connected"), 60.0)
         engine.one(PROMPTS.new(1))  # what was lost is sent again by a step
     assert counters["stores_lost"] == counters["stored"] == 4

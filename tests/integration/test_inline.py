@@ -571,7 +571,7 @@ def test_a_client_of_an_old_server_that_says_nothing_is_bounded(short_dir: Path)
         address = Address(host="127.0.0.1", port=mute.getsockname()[1])
         threads = threading.active_count()
         with pytest.raises(TimeoutError, match="no store server answers"):
-            FakeEngine(address)
+            FakeEngine(address, start_s=0.0)
         assert threading.active_count() == threads
 
 

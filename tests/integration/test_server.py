@@ -900,7 +900,7 @@ def test_a_server_that_answers_slowly_but_steadily_is_not_out(
 
 def test_an_engine_without_a_server_is_told_at_once(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(TimeoutError, match="no store server answers"):
-        FakeEngine(short_dir / "nobody.sock")
+        FakeEngine(short_dir / "nobody.sock", start_s=0.0)
     assert [r.levelno for r in caplog.records] == [logging.WARNING]  # once, not at every try
 
 
