@@ -321,7 +321,7 @@ def test_whatever_the_network_does_what_is_fetched_is_right(short_dir: Path) -> 
             engine.forget()
         proxy.restore()
         assert proxy.requests.num_faults + proxy.replies.num_faults >= 20
-        assert num_right >= 60
+        assert num_right >= 20
         assert num_lost >= 6
         wait_until(engine.client.connected, what="it did not come back")
         engine.put(PROMPT)
