@@ -223,7 +223,8 @@ class Stress:
             if not directory.exists():  # of another run on this stage
                 write_adapter(directory, number, **_MODEL)
             loras.append((name, number, str(directory)))
-        self._domains = [Domain(salt, lora) for salt in (None, "a", "b") for lora in loras]
+        salts = (None, "a", "b") if len(loras) > 1 else (None, *"abcdefgh")
+        self._domains = [Domain(salt, lora) for salt in salts for lora in loras]
         self._tree = self._grow_tree()
         self._known = Known()
         self._finished: list[tuple[Asked, Answer]] = []
