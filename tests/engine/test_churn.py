@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts
+from records import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +66,7 @@ def test_outputs_hold_under_churn(lab: Lab, model: Path, cold: Callable[..., Ans
             if key not in expected:
                 expected[key] = cold(prompt, max_tokens)
             assert finished[name].distance(expected[key]) < 1e-4, name
-    assert set(engine.call("leases").values()) == {0}
+    wait_until(lambda: set(engine.call("leases").values()) == {0})
     check_that_it_was_tight(engine, num_slots, preempted, aborted)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from engine_process import CHUNK_TOKENS, Answer, Engine, EngineError, Lab, Prompts, drain, server_pid
 from leaks import stop_process
+from records import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -36,7 +37,7 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
     shared_engine.abort_all()
     yield shared_engine
     shared_engine.call("idle")
-    assert set(shared_engine.call("leases").values()) == {0}
+    wait_until(lambda: set(shared_engine.call("leases").values()) == {0})
 
 
 def goes_on(engine: Engine, cold: Cold) -> None:
@@ -148,7 +149,7 @@ def test_a_reset_while_a_request_loads(resettable: Engine, cold: Cold) -> None:
     answer = engine.finish("loading")["loading"]
     assert answer.distance(cold(prompt)) < 1e-4
     engine.call("idle")
-    assert set(engine.call("leases").values()) == {0}
+    wait_until(lambda: set(engine.call("leases").values()) == {0})
     engine.reset_gpu()
     with engine.counting() as counters:
         assert engine.one(prompt).cached == 0
@@ -163,7 +164,7 @@ def test_a_reset_while_a_request_runs(resettable: Engine, cold: Cold) -> None:
     engine.call("reset_all")
     answer = engine.finish("running")["running"]
     assert answer.distance(cold(prompt)) < 1e-4
-    assert set(engine.call("leases").values()) == {0}
+    wait_until(lambda: set(engine.call("leases").values()) == {0})
     assert engine.call("in_host", prompt=prompt) == [None] * (len(prompt) // CHUNK_TOKENS)
 
 

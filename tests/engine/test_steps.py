@@ -15,6 +15,7 @@ import pytest
 
 from engine_process import CHUNK_TOKENS, THROUGH, Answer, Engine, Lab, Prompts, admin, drain, server_pid
 from leaks import stop_process
+from records import wait_until
 from servers import RedisServer
 
 pytestmark = pytest.mark.engine
@@ -60,7 +61,7 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
     shared_engine.step_until(lambda: shared_engine.call("states") == {"busy": "RUNNING"})
     yield shared_engine
     shared_engine.abort_all()
-    assert set(shared_engine.call("leases").values()) == {0}
+    wait_until(lambda: set(shared_engine.call("leases").values()) == {0})
 
 
 def stored(engine: Engine, disk: Path, tier: str, num_chunks: int) -> list[int]:

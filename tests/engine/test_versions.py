@@ -15,6 +15,7 @@ import pytest
 
 import vllm_versions
 from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts
+from records import wait_until
 from tierkv_connector import compat
 
 pytestmark = pytest.mark.engine
@@ -35,7 +36,7 @@ def stored(engine: Engine, num_tokens: int) -> list[int]:
 def check_rest(engine: Engine) -> None:
     """Check that nothing is held by a request, blocks of the GPU included."""
     engine.call("idle")
-    assert set(engine.call("leases").values()) == {0}
+    wait_until(lambda: set(engine.call("leases").values()) == {0})
 
 
 def test_the_engine_is_of_the_wanted_version(reference: Engine) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from engine_process import CHUNK_TOKENS, Answer, Engine, Lab, Prompts, drain, server_pid
 from leaks import stop_process
+from records import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +52,7 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
     shared_engine.clear_host()
     shared_engine.call("asked")
     yield shared_engine
-    assert set(shared_engine.call("leases").values()) == {0}
+    wait_until(lambda: set(shared_engine.call("leases").values()) == {0})
 
 
 @contextlib.contextmanager

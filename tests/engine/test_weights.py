@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine_process import Answer, Engine, Lab, Prompts, drain
+from records import wait_until
 from seeded_model import write_seeded_llama
 
 pytestmark = pytest.mark.engine
@@ -52,7 +53,7 @@ def engines(started: list[Engine], model: Path) -> Iterator[list[Engine]]:
         engine.call("rejoin")
     yield started
     for engine in started:
-        assert set(engine.call("leases").values()) == {0}
+        wait_until(lambda engine=engine: set(engine.call("leases").values()) == {0})
 
 
 def load(engine: Engine, path: Path) -> None:
