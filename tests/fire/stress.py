@@ -45,7 +45,7 @@ LAST_PART = 0.9
 #: Private memory that the engine may gain from the first third of a run to the last.
 MAX_NBYTES = 24 << 20
 #: A run with fewer requests is too short to say anything of memory: allocators are still growing. Nor does it always
-#: evict and hit the disk: the cache is reset now and then.
+#: evict: the cache is reset now and then.
 MIN_REQUESTS = 500
 HEALTHY_S = 90.0
 SETTLE_S = 20.0
@@ -401,10 +401,8 @@ class Stress:
             tier: counters.get(f"{tier}_hits", 0) - before.get(f"{tier}_hits", 0) for tier in ("host", "disk", "shared")
         }
         report.num_evicted = engine.call("stat")["num_evicted"]
-        is_long = self._num_requests >= MIN_REQUESTS
-        tiers = ("host", "disk") if is_long else ("host",)
-        report.problems += [f"nothing was hit in tier {tier}" for tier in tiers if not report.hits[tier]]
-        if is_long and not report.num_evicted:
+        report.problems += [f"nothing was hit in tier {tier}" for tier in ("host", "disk") if not report.hits[tier]]
+        if self._num_requests >= MIN_REQUESTS and not report.num_evicted:
             report.problems.append("nothing was evicted from the host pool")
         report.num_preempted = len(self._preempted)
         if not report.num_aborted or not report.num_preempted:
