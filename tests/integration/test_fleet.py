@@ -81,6 +81,12 @@ def everywhere(first: Server, second: Server, redis: RedisServer, one: FakeEngin
     assert len(redis.client().keys(f"tierkv:1:{one.ns}:{{*")) >= 7
 
 
+def applied(server: Server, num: int = 1) -> bool:
+    """Return whether so many evictions of others are done with here: until then, what is stored anew may go as well."""
+    feed = server.node.feed
+    return feed is not None and feed.stat().num_applied >= num
+
+
 def gone(server: Server, engine: FakeEngine, tokens: list[int]) -> bool:
     engine.index.apply_drops()
     return not on_disk(server, engine, tokens) and not any(engine.index.get(key) for key in engine.keys(tokens))
@@ -96,7 +102,7 @@ def test_an_eviction_reaches_the_other_node_and_its_neighbours_stay(short_dir: P
         everywhere(first, second, redis_server, one, two)
         done = evict(first, one, PROMPT)
         assert done["removed"] == {"host": 4, "disk": 4, "shared": 4}
-        wait_until(lambda: gone(second, two, PROMPT), what="the other node kept what was evicted")
+        wait_until(lambda: applied(second) and gone(second, two, PROMPT), what="the other node kept what was evicted")
         assert two.match(PROMPT) == b"" and one.match(PROMPT) == b""
         for engine in (one, two):
             engine.forget()
@@ -116,7 +122,7 @@ def test_a_whole_namespace_goes_from_every_node(short_dir: Path, redis_server: R
     ):
         everywhere(first, second, redis_server, one, two)
         admin(first, "TKV.EVICT", {"ns": one.ns, "everything": True})
-        wait_until(lambda: gone(second, two, PROMPT) and gone(second, two, OTHER))
+        wait_until(lambda: applied(second) and gone(second, two, PROMPT) and gone(second, two, OTHER))
         assert not redis_server.client().keys(f"tierkv:1:{one.ns}:{{*")
         two.put(OTHER)
         drain(second)
@@ -151,7 +157,7 @@ def test_a_node_that_was_away_does_not_bring_it_back(short_dir: Path, redis_serv
             node(short_dir / "b", redis_server) as second,
             FakeEngine(second.config.socket, engine_id="two") as two,
         ):
-            wait_until(lambda: gone(second, two, PROMPT), what="the node came back with what was evicted meanwhile")
+            wait_until(lambda: applied(second) and gone(second, two, PROMPT), what="it came back with what was evicted")
             assert on_disk(second, two, OTHER) == 3, "it had heard of everything: the rest of its disk stays"
             assert two.get(PROMPT) == []
             assert two.get(OTHER) == two.expected(OTHER)
@@ -212,6 +218,6 @@ def test_what_is_queued_when_an_eviction_arrives_is_not_written(short_dir: Path,
             before = second.service.moves.evictions.number
             evict(first, one, PROMPT)
             wait_until(lambda: second.service.moves.evictions.number > before)
-        wait_until(lambda: gone(second, two, PROMPT))
+        wait_until(lambda: applied(second) and gone(second, two, PROMPT))
         drain(second)
         assert one.match(PROMPT) == two.match(PROMPT) == b""
