@@ -338,7 +338,8 @@ def half_open(redis_server: RedisServer, proxy: Proxy) -> Callable[[], None]:
 def test_13_a_redis_that_does_not_answer_costs_one_wait_and_then_nothing(
     short_dir: Path, redis_server: RedisServer, proxy: Proxy, fault: Callable[..., Any], long_back_off: None
 ) -> None:
-    with serving(make_config(short_dir, shared_url=proxy.url)) as server, FakeEngine(server.config.socket) as engine:
+    config = make_config(short_dir, shared_url=proxy.url, redis_timeout_s=1.0)
+    with serving(config), FakeEngine(config.socket) as engine:
         only_in_redis(engine)
         mine = prompt_of(1)
         engine.put(mine)
@@ -366,7 +367,8 @@ def test_13_a_redis_that_does_not_answer_costs_one_wait_and_then_nothing(
 def test_13_what_answers_again_is_used_again_without_a_restart(
     short_dir: Path, redis_server: RedisServer, proxy: Proxy, fault: Callable[..., Any], short_back_off: None
 ) -> None:
-    with serving(make_config(short_dir, shared_url=proxy.url)) as server, FakeEngine(server.config.socket) as engine:
+    config = make_config(short_dir, shared_url=proxy.url, redis_timeout_s=1.0)
+    with serving(config), FakeEngine(config.socket) as engine:
         only_in_redis(engine)
         undo = fault(redis_server, proxy)
         try:
@@ -385,7 +387,8 @@ def test_13_other_work_goes_on_while_one_waits_for_redis(
     """While a fetch is stuck in the shared tier, the disk serves and takes stores, for this engine and for another."""
     tiers = wrap_tiers(monkeypatch)
     release = threading.Event()
-    with serving(make_config(short_dir, shared_url=proxy.url)) as server, FakeEngine(server.config.socket) as engine:
+    config = make_config(short_dir, shared_url=proxy.url, redis_timeout_s=1.0)
+    with serving(config), FakeEngine(config.socket) as engine:
         engine.put(PROMPT)
         drain(engine)
         engine.forget()
@@ -397,7 +400,7 @@ def test_13_other_work_goes_on_while_one_waits_for_redis(
         try:
             wait_until(lambda: tiers["shared"].num_faults["Hang"] == 1)
             assert engine.get(PROMPT) == engine.expected(PROMPT)
-            with FakeEngine(server.config.socket, engine_id="second") as second:
+            with FakeEngine(config.socket, engine_id="second") as second:
                 assert second.get(PROMPT) == second.expected(PROMPT)
                 second.put(prompt_of(5))
             assert fetch.results is None

@@ -13,6 +13,7 @@ import pytest
 
 from fake_engine import FakeEngine, wait_until
 from servers import RedisServer, start_redis
+from serving import patient
 from tierkv.client import AdminClient
 from tierkv.config import Spill
 from tierkv.server_config import ServerConfig
@@ -33,12 +34,11 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @contextlib.contextmanager
-def node(directory: Path, redis: RedisServer) -> Iterator[Server]:
+def node(directory: Path, redis: RedisServer, redis_timeout_s: float = 10.0) -> Iterator[Server]:
     """A node whose stores go to disk and Redis at once."""
     config = ServerConfig.make(directory, 64 << 20, redis.url, spill={"shared": Spill.THROUGH})
-    assert config.shared is not None
-    config = msgspec.structs.replace(config, shared=msgspec.structs.replace(config.shared, timeout_s=0.5), drain_s=1.0)
-    server = Server(config)
+    config = patient(config, redis_timeout_s)
+    server = Server(msgspec.structs.replace(config, drain_s=1.0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -165,8 +165,8 @@ def test_a_node_that_was_away_does_not_bring_it_back(short_dir: Path, redis_serv
 
 def test_an_eviction_while_redis_is_out_is_carried_out_later(short_dir: Path, redis_server: RedisServer) -> None:
     with (
-        node(short_dir / "a", redis_server) as first,
-        node(short_dir / "b", redis_server) as second,
+        node(short_dir / "a", redis_server, redis_timeout_s=0.5) as first,
+        node(short_dir / "b", redis_server, redis_timeout_s=0.5) as second,
         FakeEngine(first.config.socket, engine_id="one") as one,
         FakeEngine(second.config.socket, engine_id="two") as two,
     ):

@@ -13,6 +13,7 @@ import pytest
 
 from fake_engine import FakeEngine, make_namespace, wait_until
 from servers import RedisServer, start_redis
+from serving import patient
 from tierkv.client import AdminClient
 from tierkv.config import Spill
 from tierkv.keys import anchor_index
@@ -43,7 +44,7 @@ def empty_redis(redis_server: RedisServer) -> None:
 @contextlib.contextmanager
 def serving(directory: Path, redis: RedisServer | None, disk_bytes: int = 64 << 20, **spill: str) -> Iterator[Server]:
     policies = {tier: Spill(policy.replace("_", "-")) for tier, policy in spill.items()}
-    config = ServerConfig.make(directory / "store", disk_bytes, redis.url if redis else None, spill=policies)
+    config = patient(ServerConfig.make(directory / "store", disk_bytes, redis.url if redis else None, spill=policies))
     config = msgspec.structs.replace(config, disk=msgspec.structs.replace(config.disk, reserve_bytes=0))
     server = Server(config)
     thread = threading.Thread(target=server.run)

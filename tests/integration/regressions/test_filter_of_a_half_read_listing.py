@@ -9,6 +9,7 @@ import pytest
 
 from fake_engine import FakeEngine, wait_until
 from servers import start_redis
+from serving import patient
 from tierkv.config import Spill
 from tierkv.keys import anchor_index
 from tierkv.server_config import ServerConfig
@@ -21,7 +22,7 @@ PROMPT = list(range(1000, 1000 + 4 * 32))
 @contextlib.contextmanager
 def node(directory: Path, url: str):
     config = ServerConfig.make(directory, 64 << 20, url, spill={"shared": Spill.THROUGH})
-    server = Server(msgspec.structs.replace(config, drain_s=1.0))
+    server = Server(msgspec.structs.replace(patient(config), drain_s=1.0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

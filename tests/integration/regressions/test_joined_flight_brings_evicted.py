@@ -7,6 +7,7 @@ import msgspec
 
 from fake_engine import FakeEngine, wait_until
 from servers import start_redis
+from serving import patient
 from tierkv.config import Spill
 from tierkv.keys import anchor_index
 from tierkv.server_config import ServerConfig
@@ -23,7 +24,7 @@ def test_what_was_evicted_after_a_fetch_began_is_given_to_nobody_who_asks_later(
     config = ServerConfig.make(
         short_dir / "a", 64 << 20, redis.url, spill={"shared": Spill.THROUGH, "disk": Spill.NEVER}
     )
-    server = Server(msgspec.structs.replace(config, drain_s=1.0))
+    server = Server(msgspec.structs.replace(patient(config), drain_s=1.0))
     thread = threading.Thread(target=server.run)
     thread.start()
     go_on = threading.Event()

@@ -8,6 +8,7 @@ import pytest
 
 from fake_engine import FakeEngine
 from servers import start_redis
+from serving import patient
 from tierkv.config import Spill
 from tierkv.keys import anchor_index
 from tierkv.server_config import ServerConfig
@@ -29,7 +30,7 @@ def test_a_server_that_is_killed_while_it_evicts_has_written_the_order_down(
 ) -> None:
     redis = start_redis(tmp_path)
     config = ServerConfig.make(short_dir / "a", 64 << 20, redis.url, spill={"shared": Spill.THROUGH})
-    server = Server(msgspec.structs.replace(config, drain_s=1.0))
+    server = Server(msgspec.structs.replace(patient(config), drain_s=1.0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
