@@ -46,6 +46,7 @@ class Mutation:
 
 CONTRACT = "tests/engine/test_contract.py"
 SCHEDULER = "connector/tierkv_connector/scheduler.py"
+PREFETCH = "connector/tierkv_connector/prefetch.py"
 MUTATIONS = (
     # Wrong bytes
     Mutation(
@@ -95,8 +96,8 @@ MUTATIONS = (
         SCHEDULER,
         (
             (
-                "root = root_key(self._identity, self._epoch_nonce, tenant)",
-                "root = root_key(self._identity, self._epoch_nonce)",
+                "root = root_key(self.membership.identity, self._epoch_nonce, tenant)",
+                "root = root_key(self.membership.identity, self._epoch_nonce)",
             ),
         ),
         "tests/unit/test_scheduler_half.py::test_tenants_do_not_see_each_other",
@@ -115,7 +116,7 @@ MUTATIONS = (
     # Slots
     Mutation(
         "free a leased slot when its fetch is given up",
-        SCHEDULER,
+        PREFETCH,
         (("if not fetch.applied or not fetch.released:", "if not fetch.applied:"),),
         RACES,
     ),
@@ -141,7 +142,7 @@ MUTATIONS = (
         SCHEDULER,
         (
             (
-                "            self._ended_loads[request.request_id] = state.load\n        self._end_plan(state)\n",
+                "            self._ended_loads[request.request_id] = state.load\n        self.prefetch.end(state)\n",
                 "            self._ended_loads[request.request_id] = state.load\n",
             ),
         ),
@@ -191,7 +192,7 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for what comes after a chunk that another's fetch did not bring",
-        SCHEDULER,
+        PREFETCH,
         (
             (
                 "e.position for e in plan.shared_waits if e.state == Entry.GONE",
@@ -240,18 +241,18 @@ MUTATIONS = (
     # Budgets
     Mutation(
         "start plans without looking at the budgets",
-        SCHEDULER,
-        (("return len(self._plans) < MAX_PLANS and self._fetch_nbytes < PLAN_NBYTES", "return True"),),
+        PREFETCH,
+        (("return len(self.plans) < MAX_PLANS and self.fetch_nbytes < PLAN_NBYTES", "return True"),),
         MACHINE,
     ),
     # vLLM's contract, rule by rule, and what it does to a running engine
     Mutation(
         "plan a request only when it is scheduled",
-        SCHEDULER,
+        PREFETCH,
         (
             (
-                "        if self._may_start_plan():\n            self._start_plan(state, plan)\n        else:\n",
-                "        if False:\n            self._start_plan(state, plan)\n        else:\n",
+                "        if self._may_start():\n            self._start(state, plan)\n        else:\n",
+                "        if False:\n            self._start(state, plan)\n        else:\n",
             ),
         ),
         CONTRACT + "::test_01_the_question_is_asked_every_step_and_work_begins_before_it",

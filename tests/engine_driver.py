@@ -336,7 +336,7 @@ class Driver:
         """Return the root of the keys of prompts without a salt."""
         from tierkv.keys import root_key
 
-        return root_key(self._sched._identity, self._sched._epoch_nonce, b"").hex()
+        return root_key(self._sched.membership.identity, self._sched._epoch_nonce, b"").hex()
 
     def keys(self, prompt: list[int], salt: str | None = None) -> list[str]:
         """Return the keys of a prompt's chunks."""
@@ -672,7 +672,7 @@ class Driver:
         from tierkv.keys import chain_keys, root_key
 
         s = self._sched
-        root = root_key(s._identity, s._epoch_nonce, (salt or "").encode())
+        root = root_key(s.membership.identity, s._epoch_nonce, (salt or "").encode())
         return chain_keys(root, prompt, s.layout.chunk_tokens)
 
     def _step(self) -> None:

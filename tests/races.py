@@ -163,7 +163,7 @@ class RaceEngine(Bench):
 
         client.fetch = fetch  # type: ignore[method-assign]
         self.client: Any = client
-        self.sched._found = (IDENTITY, client)
+        self.sched.membership.found = (IDENTITY, client)
 
     @property
     def now(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from tierkv.messages import COMPUTED
 from tierkv.pool import HostPool, PoolShape, Segment
 from tierkv.rendezvous import Offer
 from tierkv_connector import handoff as handoff_module
+from tierkv_connector import prefetch as prefetch_module
 from tierkv_connector import scheduler as scheduler_module
 from tierkv_connector import spill as spill_module
 from tierkv_connector.metadata import LoadJob, StoreJob, TierKVMetadata, TierKVWorkerMetadata
@@ -72,7 +74,7 @@ def small_world(**budgets: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name, value in (BUDGETS | budgets).items():
-            for module in (scheduler_module, spill_module, handoff_module):
+            for module in (prefetch_module, spill_module, handoff_module):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(mock.patch.object(Plan, "to", watched))
@@ -127,9 +129,9 @@ class Bench:
         )  # fmt: skip
         self.sched = Scheduler.__new__(Scheduler)
         self.sched._setup(config, Offer(shape, LAYOUT), self.pool, "bench", lambda: self.now)
-        self.sched._identity = bytes(32)
+        self.sched.membership.identity = bytes(32)
         self.sched.index._clock = lambda: self.now
-        self.sched._found = (IDENTITY, self.client)  # type: ignore[assignment]
+        self.sched.membership.found = (IDENTITY, self.client)  # type: ignore[assignment]
         self.sched.bind_block_pool(self.gpu)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -211,7 +213,7 @@ class Bench:
             return
         root = root_key(IDENTITY, self.sched._epoch_nonce, (request.cache_salt or "").encode())
         keys = chain_keys(root, request.prompt_token_ids, CHUNK_TOKENS) or [bytes(32)]
-        ns_id = rng.choice((self.sched._ns_id, self.sched._ns_id, bytes(16)))
+        ns_id = rng.choice((self.sched.membership.ns_id, self.sched.membership.ns_id, bytes(16)))
         params["tierkv"]["handoff"] = {"namespace": ns_id.hex(), "last_key": rng.choice([*keys, IDENTITY]).hex()}
 
     def random_params(self) -> object:
@@ -393,10 +395,10 @@ class Bench:
         self.gpu.reset()
         if connector_too:
             nonce = (self.sched._epoch + 1).to_bytes(16, "big")  # repeatable
-            with mock.patch.object(scheduler_module.secrets, "token_bytes", lambda count: nonce[:count]):
+            with mock.patch.object(secrets, "token_bytes", lambda count: nonce[:count]):
                 self.sched.reset_cache()
             assert not len(self.sched.index)
-            assert not self.sched._plans and not self.sched._unstarted
+            assert not self.sched.prefetch.plans and not self.sched.prefetch.unstarted
 
     # -- vLLM's scheduler
 
@@ -741,11 +743,13 @@ class Bench:
             plan = state.plan
             assert plan is not None
             by_plan = (
-                sched._plans.get(request.request_id) is plan
+                sched.prefetch.plans.get(request.request_id) is plan
                 and plan.state in (State.MATCHING, State.FETCHING)
                 and self.now < plan.deadline <= self.now + DEADLINE_S
             )
-            by_plan = by_plan or (request.request_id in sched._unstarted and plan.queued and self.now < plan.deadline)
+            by_plan = by_plan or (
+                request.request_id in sched.prefetch.unstarted and plan.queued and self.now < plan.deadline
+            )
             by_load = any(
                 keys[first] in loading and self.now < began + DEADLINE_S
                 for req_id, (loading, began) in self.loads_under_way.items()
@@ -838,7 +842,7 @@ class Bench:
         sched, index = self.sched, self.sched.index
         plans = [s.plan for s in sched.requests.values() if s.plan is not None]
         owners: list[Entry] = [e for plan in plans for e in plan.leased]
-        assert sched._num_leased == len(owners)
+        assert sched.prefetch.num_leased == len(owners)
         for state in sched.requests.values():
             owners += state.load or ()
         for entries in sched._ended_loads.values():
@@ -846,7 +850,7 @@ class Bench:
         for _, entries in sched.loads._under_way.values():
             owners += entries
         owners += [*sched.spill._saving, *sched.spill.handoffs.kept]
-        writers = [e for f in sched._fetching for e in f.entries] + list(sched.spill.copying.values())
+        writers = [e for f in sched.prefetch.fetching for e in f.entries] + list(sched.spill.copying.values())
         reachable = {id(e): e for e in (*index._entries.values(), *owners, *writers)}
         for entry in reachable.values():
             assert entry.num_pins == sum(e is entry for e in owners), "a pin without an owner"
@@ -860,10 +864,10 @@ class Bench:
             assert not entry.usable or self.payload(entry.slot) == self.contents[entry.key]
 
         started = {id(p) for p in plans if p.state in (State.MATCHING, State.FETCHING)}
-        assert {id(p) for p in sched._plans.values()} == started
-        assert len(sched._plans) <= scheduler_module.MAX_PLANS
-        nbytes = sum(len(f.entries) for f in sched._fetching) * PAYLOAD_NBYTES
-        assert sched._fetch_nbytes == nbytes <= max(scheduler_module.PLAN_NBYTES, PAYLOAD_NBYTES)
+        assert {id(p) for p in sched.prefetch.plans.values()} == started
+        assert len(sched.prefetch.plans) <= prefetch_module.MAX_PLANS
+        nbytes = sum(len(f.entries) for f in sched.prefetch.fetching) * PAYLOAD_NBYTES
+        assert sched.prefetch.fetch_nbytes == nbytes <= max(prefetch_module.PLAN_NBYTES, PAYLOAD_NBYTES)
         queued = sum(len(items) for items, _ in self.client.stores) * PAYLOAD_NBYTES
         kept = len(sched.spill.handoffs.kept) * PAYLOAD_NBYTES
         assert queued <= sched.spill.queue.nbytes <= spill_module.STORE_NBYTES + kept
@@ -886,14 +890,14 @@ class Bench:
         for request in self.requests.values():
             if request.status in ("running", "loading"):
                 assert request.request_id not in sched._waiting
-                assert request.request_id not in sched._unstarted
+                assert request.request_id not in sched.prefetch.unstarted
                 if (state := sched.requests.get(request.request_id)) is not None:
                     assert state.plan is not None and not state.plan.leased
                     loading_now = request.status == "loading" and not request.recved
                     assert state.plan.state is (State.LOADING if loading_now else State.DONE)
 
     def _check_command(self, kind: str, *words: Any) -> None:
-        most = max(1, scheduler_module.COMMAND_NBYTES // PAYLOAD_NBYTES)
+        most = max(1, prefetch_module.COMMAND_NBYTES // PAYLOAD_NBYTES)
         if kind == "store":
             keys = [item.key for item in words[0]]
             assert len(keys) <= most
@@ -960,9 +964,11 @@ class Bench:
     def check_idle(self) -> None:
         """Check that nothing is held by anybody."""
         sched, index = self.sched, self.sched.index
-        assert not (sched._plans or sched._loading or sched.spill.copying or sched._loads or sched._fetching)
-        assert not (sched.requests or sched._waiting or sched._ended_loads or sched._failed_loads or sched._unstarted)
-        assert (sched._fetch_nbytes, sched._num_leased, sched.spill.queue.nbytes) == (0, 0, 0)
+        prefetch = sched.prefetch
+        assert not (prefetch.plans or prefetch.unstarted or prefetch.fetching)
+        assert not (sched._loading or sched.spill.copying or sched._loads)
+        assert not (sched.requests or sched._waiting or sched._ended_loads or sched._failed_loads)
+        assert (prefetch.fetch_nbytes, prefetch.num_leased, sched.spill.queue.nbytes) == (0, 0, 0)
         assert index.num_quarantined == 0
         assert not index.dropped
         assert all(e.state == Entry.READY and not e.num_pins for e in index._entries.values())

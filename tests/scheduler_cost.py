@@ -124,7 +124,7 @@ class Half:
         self.client = Filtered()
         self.sched = Scheduler.__new__(Scheduler)
         self.sched._setup(config, Offer(pool_shape, layout), self.pool, "cost", lambda: 100.0)
-        self.sched._found = (IDENTITY, self.client)  # type: ignore[assignment]
+        self.sched.membership.found = (IDENTITY, self.client)  # type: ignore[assignment]
         self.gpu = BlockPool(gpu_blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.sched.bind_block_pool(self.gpu)
         self._num_on_gpu = 1

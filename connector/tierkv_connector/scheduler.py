@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,27 +19,15 @@ from tierkv import __version__
 from tierkv.asked import AskedLog
 from tierkv.chains import ChainMemo
 from tierkv.client import StoreClient
-from tierkv.config import (
-    COMMAND_NBYTES,
-    LINGER_S,
-    MAX_PLANS,
-    PLAN_NBYTES,
-    PROTOCOL_VERSION,
-    EngineConfig,
-    shared_digest,
-)
+from tierkv.config import EngineConfig
 from tierkv.errors import ConfigError
-from tierkv.hostindex import Entry, Fetch, HostIndex
+from tierkv.hostindex import Entry, HostIndex
 from tierkv.identity import FileHashes
-from tierkv.keys import ANCHOR_SPAN, root_key, tenant_digest
-from tierkv.launcher import Launcher
-from tierkv.layout import Namespace
-from tierkv.messages import FROM_DISK, FROM_SHARED, Hello, HostEntry, HostStat
+from tierkv.keys import root_key, tenant_digest
+from tierkv.messages import HostEntry, HostStat
 from tierkv.policy import DEFAULT_POLICY, WEIGHS_ABOVE, make_policy
 from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
-from tierkv.server_config import ServerConfig
-from tierkv.threads import leave_compute_core
 from tierkv_connector.adapters import Adapters
 from tierkv_connector.asked import note_asked
 from tierkv_connector.blocks import RequestBlocks
@@ -49,11 +35,13 @@ from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, pools
 from tierkv_connector.costs import CostGate
 from tierkv_connector.epochs import Epochs
 from tierkv_connector.extras import Content, Contents
-from tierkv_connector.handoff import FIRST_PAUSE_S, ask_again, take_up
-from tierkv_connector.hints import TIERS, HintReader, Outcome
+from tierkv_connector.handoff import take_up
+from tierkv_connector.hints import HintReader, Outcome
+from tierkv_connector.membership import Membership
 from tierkv_connector.metadata import LoadJob, Piece, TierKVMetadata, TierKVWorkerMetadata
-from tierkv_connector.model import UnknownIdentityError, hashes_path, item_settings, lora_settings, resolve_identity
+from tierkv_connector.model import hashes_path, item_settings, lora_settings
 from tierkv_connector.plan import Plan, State
+from tierkv_connector.prefetch import Prefetcher
 from tierkv_connector.recurrent import States
 from tierkv_connector.requests import RequestState
 from tierkv_connector.retention import Retention
@@ -63,8 +51,6 @@ from tierkv_connector.syncload import SyncLoads
 
 logger = logging.getLogger("tierkv")
 
-#: An engine's start waits this long for the hash of its model; after that it serves from GPU and host meanwhile.
-IDENTITY_WAIT_S = 15.0
 #: Waiting requests whose GPU prefix is looked at again in one step.
 _REPLAN_CHECKS = 16
 
@@ -96,10 +82,12 @@ class Scheduler:
         self.contents = Contents(self.layout.chunk_tokens, item_settings(vllm_config))
         self.hash_tokens = getattr(kv_cache_config, "hash_block_size", None) or offer.layout.block_tokens
         self._pools = pools_behind_prefixes(vllm_config)
-        names = vllm_config.model_config.served_model_name or vllm_config.model_config.model
-        self._model = names if isinstance(names, str) else str(names[0])
         logger.info("TierKV %s: %s%s", __version__, config.describe(), self.role.describe())
-        self._start_identity(vllm_config)
+        try:
+            self.membership.start(vllm_config)
+        except ConfigError:
+            self.close()
+            raise
 
     def _setup(
         self,
@@ -114,12 +102,10 @@ class Scheduler:
         self.config = config
         self.role = Role.of(kv_role, config.decode_blocks)
         self.layout = offer.layout
-        self._shard = offer.namespace_shard
         self._tables = offer.layout.tables()
         self._chains = ChainMemo(offer.layout.chunk_tokens)
         self.pool = pool
         self.index = HostIndex(pool, make_policy(config.policy.get("host", DEFAULT_POLICY)))
-        self.client: StoreClient | None = None
         self.counters: Counter[str] = Counter()
         self.costs = CostGate(self.layout.chunk_tokens, pool.shape.payload_nbytes) if config.cost_gate else None
         self.asked = AskedLog(self.counters)
@@ -129,18 +115,21 @@ class Scheduler:
         self._clock = clock
         self._gpu = GpuCache(None, offer.layout, offer.layout.block_tokens)
         self.hash_tokens = offer.layout.block_tokens
-        self._model = ""
-        self._identity = secrets.token_bytes(32)  # until the content's is known: nobody else's
-        self._named = b"", b""  # an identity, and the namespace that it has
-        self._shareable = False
-        self._found: tuple[bytes, StoreClient | None] | None = None
+        self.membership = Membership(
+            config, engine_id, offer.layout, offer.namespace_shard, pool, self._on_push, self.asked
+        )
         self.epochs = Epochs(config.weights_version)
         self._pools = False
-        self._plans: dict[str, Plan] = {}  # started and not over
-        self._unstarted: dict[str, RequestState] = {}  # whose plans wait for room in the budgets, in vLLM's order
-        self._fetch_nbytes = 0  # of FETCH commands whose slots the store server may still write
-        self._num_leased = 0  # slots that plans keep from eviction
-        self._fetching: list[Fetch] = []
+        self.prefetch = Prefetcher(
+            self.index,
+            self.membership,
+            self.requests,
+            self.counters,
+            self.costs,
+            chunk_tokens=self.layout.chunk_tokens,
+            deadline_s=config.deadline_s,
+            clock=clock,
+        )
         self._loading: dict[bytes, float] = {}  # key -> monotonic time until which others wait for its load
         self._ended_loads: dict[str, list[Entry]] = {}  # loads of requests that finished meanwhile
         self._failed_loads: set[str] = set()  # loads under way of which a failure is known
@@ -160,83 +149,10 @@ class Scheduler:
         self._waiting: dict[str, RequestState] = {}
         self._closed = False
 
-    # -- start: identity and server
-
-    def _start_identity(self, vllm_config: Any) -> None:
-        """Find the model's identity and connect, in a thread; wait for it as long as a start may take."""
-        failure: list[ConfigError] = []
-        done = threading.Event()
-        late = threading.Event()
-
-        def work() -> None:
-            leave_compute_core()
-            try:
-                identity = resolve_identity(vllm_config, self.config.weights_version is not None)
-                self._found = (identity, self._connect(identity))
-            except UnknownIdentityError as error:
-                logger.warning("%s: KV is kept on GPU and host only", error)
-            except ConfigError as error:
-                failure.append(error)
-                if late.is_set():
-                    logger.error("%s KV is kept on GPU and host only", error)
-            except Exception:
-                logger.exception("the model's identity could not be found: KV is kept on GPU and host only")
-            done.set()
-
-        threading.Thread(target=work, name="tierkv-identity", daemon=True).start()
-        if not done.wait(IDENTITY_WAIT_S):
-            late.set()
-            logger.warning("the model's weights are still being hashed: until then KV is kept on GPU and host only")
-        if failure:
-            self.close()
-            raise failure[0]
-        self._adopt_identity()
-
-    def _connect(self, identity: bytes) -> StoreClient | None:
-        if self.config.server == "off":
-            return None
-        config, launcher = self.config, None
-        if config.server == "auto":
-            launcher = Launcher(
-                ServerConfig.make(
-                    config.disk_dir,
-                    config.disk_bytes,
-                    config.shared_url,
-                    config.socket,
-                    LINGER_S,
-                    config.spill,
-                    config.policy.get("disk", DEFAULT_POLICY),
-                )
-            )
-        hello = Hello(
-            version=__version__,
-            protocol=PROTOCOL_VERSION,
-            engine_id=self._engine_id,
-            pid=os.getpid(),
-            namespace=Namespace(identity.hex(), self._model, self.layout, self._shard),
-            shape=self.pool.shape,
-            shared=shared_digest(config.shared_url) if launcher else None,
-            disk_bytes=config.disk_bytes if launcher else None,
-        )
-        client = StoreClient(config.address, hello, self.pool, launcher, self._on_push, self.asked)
-        welcome = client.start()
-        if welcome:
-            shared = f", shared {welcome.shared}" if welcome.shared else ""
-            logger.info("joined the store server of %s (pid %d)%s", welcome.disk_dir, welcome.pid, shared)
-            if any(welcome.spill.get(tier, policy) != policy for tier, policy in config.spill.items()):
-                held = ", ".join(f"{tier} {policy}" for tier, policy in welcome.spill.items())
-                logger.warning("that store server's spill policies hold: %s; this engine asked for others", held)
-            if welcome.policy != (wanted := config.policy.get("disk", welcome.policy)):
-                logger.warning(
-                    "that store server's disk has the policy %s; this engine asked for %s", welcome.policy, wanted
-                )
-        return client
-
-    def _adopt_identity(self) -> None:
-        """From now on new requests have keys that others understand."""
-        if self._found and not self._shareable:
-            self._identity, self.client = self._found
-            self._shareable = True
+    @property
+    def client(self) -> StoreClient | None:
+        """The client of the store server; None where there is none, or the model's identity is not known yet."""
+        return self.membership.client
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """Take note of vLLM's block pool."""
@@ -247,7 +163,7 @@ class Scheduler:
     def on_new_request(self, request: Any) -> None:
         """Compute the request's keys and start its plan."""
         self._apply_replies()
-        self._adopt_identity()
+        self.membership.adopt()
         if not self.epochs.clean and self._gpu.empty():
             self._new_epoch(self.epochs.gpu_was_emptied)
         tenant = (request.cache_salt or "").encode()
@@ -292,7 +208,7 @@ class Scheduler:
         """Plan a new request whose keys are known."""
         request = state.request
         if state.outcome is not None:
-            take_up(state, self._ns_id, self._clock() + self.config.deadline_s)
+            take_up(state, self.membership.ns_id, self._clock() + self.config.deadline_s)
         elif not state.keys:
             return
         first = self.retention.arrived(state, self.client)
@@ -300,8 +216,8 @@ class Scheduler:
         self._waiting[request.request_id] = state
         self._plan(state)
         note_asked(self.asked, state, self.client)
-        if first and request.request_id in self._unstarted:
-            self._unstarted = {request.request_id: state} | self._unstarted
+        if first:
+            self.prefetch.put_first(state)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens past ``num_computed_tokens`` are in the host pool now, or None: ask again.
@@ -349,14 +265,14 @@ class Scheduler:
             else:
                 self._plan_load(*claim)
         elif state.plan is not None and state.load is None:
-            self._end_plan(state)
+            self.prefetch.end(state)
         self._waiting.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: Any) -> TierKVMetadata:
         """Return this step's copies, and go on with the plans."""
         self._plan_claims(scheduler_output)
         self._apply_replies()
-        self._adopt_identity()
+        self.membership.adopt()
         self._note_contents()
         self._note_step(scheduler_output)
         loads, self._loads = self._loads, []
@@ -369,10 +285,10 @@ class Scheduler:
             if state is None or state.load is not None or req_id in scheduler_output.num_scheduled_tokens:
                 continue  # the last two: vLLM has taken it up again in the same step
             self._waiting[req_id] = state
-            self._end_plan(state)
+            self.prefetch.end(state)
             self._plan(state)
         self._replan_waiting()
-        self._advance_plans()
+        self.prefetch.advance(self._plan)
         self.spill.advance(self.client if self.role.stores else None)
         return TierKVMetadata(loads, stores, fence)
 
@@ -451,7 +367,7 @@ class Scheduler:
             return None
         if state.load is not None:
             self._ended_loads[request.request_id] = state.load
-        self._end_plan(state)
+        self.prefetch.end(state)
         if state.outcome is None:
             return None
         if state.epoch == self._epoch:
@@ -460,7 +376,7 @@ class Scheduler:
         size = self.layout.chunk_tokens
         answer = state.outcome.answer(num_prompt_tokens, size)
         if state.promised and state.epoch == self._epoch:
-            self.spill.handoffs.tell(state, answer, num_prompt_tokens // size, size, self._ns_id)
+            self.spill.handoffs.tell(state, answer, num_prompt_tokens // size, size, self.membership.ns_id)
         return answer
 
     def has_pending_stores(self) -> bool:
@@ -487,7 +403,7 @@ class Scheduler:
             return
         for state in self.requests.values():
             if state.load is None:
-                self._end_plan(state)
+                self.prefetch.end(state)
         self.index.clear()
         self._loading.clear()
 
@@ -506,24 +422,22 @@ class Scheduler:
         self._closed = True
         self.adapters.close()
         self.contents.close()
-        found = self._found[1] if self._found else None
         if self.client is not None and self.role.stores:
             self.spill.offer_rest(self.client)
-        for client in {c for c in (self.client, found) if c}:
-            client.close()
+        self.membership.close()
         self.pool.close()
 
     # -- plans
 
     def _root(self, request: Any, tenant: bytes) -> bytes | None:
         """Return the root of the request's keys; None where its adapter is not known by its content (yet)."""
-        root = root_key(self._identity, self._epoch_nonce, tenant)
+        root = root_key(self.membership.identity, self._epoch_nonce, tenant)
         return self.adapters.root(root, getattr(request, "lora_request", None))
 
     def _new_state(
         self, request: Any, tenant: bytes, root: bytes | None, content: Content | None = None
     ) -> RequestState:
-        shareable = self._shareable and self.epochs.shared
+        shareable = self.membership.shareable and self.epochs.shared
         keys: list[bytes] = []
         if root is not None:
             keys = content.keys if content else self._chains.keys(root, request.prompt_token_ids)
@@ -540,180 +454,17 @@ class Scheduler:
         self.index.touch(state.keys[:start])
         if start and state.store != "none" and self.client is not None and self.client.connected():
             self.spill.note_use(state, start, self.client)
-        plan = state.plan = Plan(start, stop, gpu_run)
+        state.plan = Plan(start, stop, gpu_run)
         if start >= stop or not state.shareable or state.no_load or state.epoch != self._epoch:
             return
-        if request.skip_reading_prefix_cache or self.client is None or not self.client.connected():
-            return
-        if state.tiers <= {"host"}:
-            return
-        plan.await_chunks(state.awaits, self._clock())
-        if not plan.awaited and self.client.denies(state.keys[start]):
-            self.counters["filtered"] += 1
-            return
-        if self._may_start_plan():
-            self._start_plan(state, plan)
-        else:
-            plan.queued = bool(plan.awaited)
-            self._unstarted[request.request_id] = state
-
-    def _may_start_plan(self) -> bool:
-        return len(self._plans) < MAX_PLANS and self._fetch_nbytes < PLAN_NBYTES
-
-    def _start_plan(self, state: RequestState, plan: Plan) -> None:
-        assert self.client is not None
-        plan.to(State.MATCHING)
-        plan.lane = self.client.next_lane()
-        plan.deadline = plan.deadline or self._clock() + self.config.deadline_s
-        self._plans[state.request.request_id] = plan
-        self.counters["plans"] += 1
-        plan.match = self.client.match(
-            plan.lane, plan.start, state.anchor(plan.start), state.keys[plan.start : plan.stop]
-        )
-        plan.ask_at, plan.pause_s = self._clock() + FIRST_PAUSE_S, FIRST_PAUSE_S
-        doubtful = self.costs is not None and self.costs.doubtful
-        if state.tiers >= TIERS and not plan.awaited and not doubtful:  # else the answer says what is fetched
-            self._fetch_next(state, plan, plan.stop)  # the first chunks without waiting for the answer
-
-    def _advance_plans(self) -> None:
-        """Send what the plans may fetch now, and end the plans for which nothing more will come."""
-        now = self._clock()
-        for req_id, plan in list(self._plans.items()):
-            state = self.requests[req_id]
-            letters = plan.match.letters if plan.match else b""
-            # What comes after a chunk that another plan's fetch did not bring is of no use.
-            plan.stop = min([plan.stop, *(e.position for e in plan.shared_waits if e.state == Entry.GONE)])
-            if letters is not None and plan.state is State.MATCHING:
-                if not state.tiers >= TIERS:
-                    plan.stop = min(plan.stop, plan.start + _allowed(letters, state.tiers))
-                if self.costs is not None and not plan.awaited:
-                    self._cut(plan, letters[: plan.stop - plan.start], self.costs)
-                plan.to(State.FETCHING if letters or plan.fetches or plan.awaited else State.READY)
-            if plan.awaited and self.client is not None:
-                if ask_again(plan, state, self.client, now):
-                    self.counters["asked_again"] += 1
-                letters = plan.match.letters if plan.match else b""
-            if letters and plan.state is State.FETCHING and now < plan.deadline and not plan.failed():
-                while self._fetch_next(state, plan, min(plan.stop, plan.start + len(letters))):
-                    pass
-            if not plan.failed():  # else it stays so: what comes after a missing chunk is of no use
-                plan.fetches = [f for f in plan.fetches if not f.applied]
-            plan.shared_waits = [e for e in plan.shared_waits if e.state == Entry.FILLING]
-            if not plan.pending(now):
-                del self._plans[req_id]
-                plan.to(State.READY)
-        while self._unstarted and self._may_start_plan():
-            self._plan(self._unstarted.pop(next(iter(self._unstarted))))
-
-    def _cut(self, plan: Plan, letters: bytes, costs: CostGate) -> None:
-        """Leave out the end of a plan that would be computed sooner than fetched."""
-        worth = costs.worth(letters)
-        if worth < len(letters):
-            self.counters["cut"] += len(letters) - worth
-            logger.debug("a plan of %d chunks is cut to %d, which computing does not overtake", len(letters), worth)
-            plan.stop = min(plan.stop, plan.start + worth)
-
-    def _fetch_next(self, state: RequestState, plan: Plan, stop: int) -> bool:
-        """Lease slots for the next chunks and have them fetched; False where nothing was (more) to be done.
-
-        One command: at most ``COMMAND_NBYTES``, consecutive chunks with one anchor, within the budget of all plans.
-        """
-        assert self.client is not None
-        if not self.client.connected():
-            plan.stop = plan.next  # nothing more will come: take no slots for it
-            return False
-        payload_nbytes = self.pool.shape.payload_nbytes
-        first = plan.next
-        entries: list[Entry] = []
-        while plan.next < stop:
-            i = plan.next
-            key = state.keys[i]
-            if (there := self.index.get(key)) is not None:
-                if entries:
-                    break
-                if not there.usable and there.fetch is not None:
-                    plan.shared_waits.append(there)
-                plan.next = first = i + 1
-                continue
-            nbytes = (len(entries) + 1) * payload_nbytes
-            if entries and (nbytes > COMMAND_NBYTES or i % ANCHOR_SPAN == 0):
-                break
-            if self._fetch_nbytes + nbytes > max(PLAN_NBYTES, payload_nbytes):
-                break
-            entry = None
-            if 2 * self._num_leased < self.pool.shape.num_slots:
-                parent, tokens = state.parent(i), self.layout.chunk_tokens
-                keep = self.index.admits(key, parent)
-                entry = self.index.reserve(key, parent, i, tokens, state.public_anchor(i), state.tenant, keep=keep)
-            if entry is None:
-                plan.stop = i  # the pool is full of what others hold: claim what arrives, compute the rest
-                break
-            self.index.pin(entry)
-            plan.leased.append(entry)
-            self._num_leased += 1
-            entries.append(entry)
-            plan.next = i + 1
-        if not entries:
-            return False
-        self._send_fetch(state, plan, first, entries)
-        return True
-
-    def _send_fetch(self, state: RequestState, plan: Plan, first: int, entries: list[Entry]) -> None:
-        assert self.client is not None
-        fetch = Fetch(entries)
-        for i, entry in enumerate(entries):
-            entry.fetch, entry.fetch_index = fetch, i
-        plan.fetches.append(fetch)
-        self._fetching.append(fetch)
-        self._fetch_nbytes += len(entries) * self.pool.shape.payload_nbytes
-        self.client.fetch(plan.lane, first, state.anchor(first), fetch)
-
-    def _end_plan(self, state: RequestState, then: State = State.DONE) -> None:
-        """End the prefetch and give its leases back; what has arrived stays in the host pool as any other."""
-        plan = state.plan
-        if plan is None:
-            return
-        for entry in plan.leased:
-            self.index.unpin(entry)
-        self._num_leased -= len(plan.leased)
-        plan.leased = []
-        self._plans.pop(state.request.request_id, None)
-        self._unstarted.pop(state.request.request_id, None)
-        plan.to(then)
+        if not request.skip_reading_prefix_cache and not state.tiers <= {"host"}:
+            self.prefetch.begin(state)
 
     def _apply_replies(self) -> None:
         """Take note in the index of what the reader thread has received."""
         self.index.apply_drops()
         self.spill.apply_answers()
-        self._apply_fetches()
-
-    def _apply_fetches(self) -> None:
-        still = []
-        for fetch in self._fetching:
-            if fetch.results is not None and not fetch.applied:
-                self._apply_fetch(fetch)
-            if not fetch.applied or not fetch.released:
-                still.append(fetch)
-            else:
-                self._fetch_nbytes -= len(fetch.entries) * self.pool.shape.payload_nbytes
-                for entry in fetch.entries:
-                    self.index.stopped(entry)
-        self._fetching = still
-
-    def _apply_fetch(self, fetch: Fetch) -> None:
-        fetch.applied = True
-        results = fetch.results or b""
-        if self.costs is not None:
-            self.costs.note_fetch(results, fetch.seconds)
-        for i, entry in enumerate(fetch.entries):
-            letter = results[i : i + 1]
-            if letter == b"d":
-                self.index.filled(entry, "disk")
-            elif letter == b"s":
-                self.index.filled(entry, "shared")
-            else:
-                self.index.drop(entry, filling=True)  # its slot is free once nobody can write it
-                entry.fetch = None
+        self.prefetch.apply()
 
     def _replan_waiting(self) -> None:
         """Plan again for waiting requests whose prefix on the GPU has shrunk since they were planned."""
@@ -724,7 +475,7 @@ class Scheduler:
             if not self._gpu.has(state.request, plan.gpu_run - 1):
                 self.counters["replans"] += 1
                 started = plan.state is not State.READY
-                self._end_plan(state)
+                self.prefetch.end(state)
                 self._plan(self.requests[req_id])
                 if started and state.plan is not None:  # it goes on waiting, no longer than it would have
                     state.plan.deadline = min(state.plan.deadline, plan.deadline)
@@ -733,7 +484,7 @@ class Scheduler:
 
     def _plan_load(self, state: RequestState, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Pin the slots of the claimed tokens and queue their copy to the GPU."""
-        self._apply_fetches()  # not what an operator dropped just now: the claim was made before that
+        self.prefetch.apply()  # not what an operator dropped just now: the claim was made before that
         claims = list(RequestBlocks(self.layout, self._tables, block_ids).claimed(num_external_tokens))
         entries, pieces = [], []
         for chunk, _, spans in claims:
@@ -752,7 +503,7 @@ class Scheduler:
             self.index.pin(entry)
             self._loading.setdefault(entry.key, wait_until)  # a second load of it makes nobody wait any longer
         self.index.touch(state.keys[: claims[-1].chunk + 1])
-        self._end_plan(state, State.LOADING)
+        self.prefetch.end(state, State.LOADING)
         state.load = entries
         self._loads.append(LoadJob(state.request.request_id, tuple(pieces)))
 
@@ -797,8 +548,7 @@ class Scheduler:
             return bytes(int((entry := self.index.get(key)) is not None and entry.usable) for key in keys)
         if what == "invalidate":
             there = [key for key in keys if self.index.get(key) is not None]
-            client = self.client or (self._found[1] if self._found else None)
-            if client is not None:
+            if (client := self.membership.any_client) is not None:
                 client.drop(there, self.index.dropped)
             return str(len(there)).encode()
         if what == "session":
@@ -806,13 +556,6 @@ class Scheduler:
         if what == "stat":
             return msgspec.json.encode(self.stat())
         return b""
-
-    @property
-    def _ns_id(self) -> bytes:
-        if self._named[0] != self._identity:  # digests of a layout of many layers are not for every request
-            namespace = Namespace(self._identity.hex(), self._model, self.layout, self._shard)
-            self._named = self._identity, namespace.ns_id()
-        return self._named[1]
 
     def stat(self) -> HostStat:
         """Return this engine's counters. Safe from any thread."""
@@ -826,7 +569,7 @@ class Scheduler:
         return HostStat(
             engine_id=self._engine_id,
             pid=os.getpid(),
-            namespace=self._ns_id.hex(),
+            namespace=self.membership.ns_id.hex(),
             num_slots=shape.num_slots,
             num_entries=len(self.index),
             num_quarantined=self.index.num_quarantined,
@@ -842,25 +585,15 @@ class Scheduler:
         return {
             "index": self.index.dump(),
             "requests": {req_id: state.dump() for req_id, state in self.requests.items()},
-            "plans": list(self._plans),
-            "unstarted": list(self._unstarted),
+            **self.prefetch.dump(),
             "waiting": list(self._waiting),
             "loading": dict(self._loading),
             "ended_loads": {req_id: [e.key for e in entries] for req_id, entries in self._ended_loads.items()},
             "failed_loads": set(self._failed_loads),
             "loads": list(self._loads),
             "sync_loads": ([(state.request.request_id, num) for state, _, num in self._claims], self.loads.dump()),
-            "fetching": [([e.slot for e in f.entries], f.results, f.released, f.applied) for f in self._fetching],
-            "fetch_nbytes": self._fetch_nbytes,
-            "num_leased": self._num_leased,
             "spill": self.spill.dump(),
             "retention": self.retention.dump(),
-            "epoch": (self.epochs.dump(), self._identity, self._shareable),
+            "epoch": (self.epochs.dump(), self.membership.identity, self.membership.shareable),
             "counters": dict(self.counters),
         }
-
-
-def _allowed(letters: bytes, tiers: frozenset[str]) -> int:
-    """Return how many of the chunks that a MATCH found are, from the first on, in a tier that may be loaded from."""
-    names = {FROM_DISK[0]: "disk", FROM_SHARED[0]: "shared"}
-    return next((i for i, letter in enumerate(letters) if names.get(letter) not in tiers), len(letters))

@@ -195,7 +195,7 @@ class Collector:
 
     def stepped(self) -> None:
         """Note, once a step, which prefetches are under way and whether there is a store server."""
-        now, plans = self._clock(), self._sched._plans
+        now, plans = self._clock(), self._sched.prefetch.plans
         for req_id in self._prefetches.keys() - plans.keys():
             self._observe("prefetch_seconds", [now - self._prefetches.pop(req_id)])
         self._note_started()
@@ -203,7 +203,7 @@ class Collector:
 
     def _note_started(self) -> None:
         deadline_s = self._sched.config.deadline_s
-        for req_id, plan in self._sched._plans.items():
+        for req_id, plan in self._sched.prefetch.plans.items():
             self._prefetches[req_id] = plan.deadline - deadline_s
 
     def take(self) -> TierKVStats | None:

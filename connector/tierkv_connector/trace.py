@@ -133,7 +133,7 @@ class Tracer:
         what += f"{max(0, plan.start - plan.gpu_run)} in the host pool)"
         if plan.state is not State.READY:
             what += f", asking the store server, at most {self._sched.config.deadline_s:g} s"
-        elif req_id in self._sched._unstarted:
+        elif req_id in self._sched.prefetch.unstarted:
             what += ", waiting for the budget of prefetches"
         self._say(req_id, what)
 

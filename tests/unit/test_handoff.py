@@ -58,7 +58,7 @@ def submit(bench: Bench, tokens: list[int], own: Any, max_outputs: int = 1) -> R
 def await_all(bench: Bench, tokens: list[int]) -> Request:
     """Add a request to which all of its chunks are promised."""
     bench.step()  # the engine knows its model from here on
-    promise = Awaited(bench.sched._ns_id, keys_of(tokens)[-1]).shown(0)
+    promise = Awaited(bench.sched.membership.ns_id, keys_of(tokens)[-1]).shown(0)
     return submit(bench, tokens, {"handoff": promise})
 
 
@@ -146,7 +146,7 @@ def test_what_is_promised_is_sent_past_the_budget_and_kept_until_it_is_answered(
     assert request.request_id not in bench.sched.requests
     assert sent(bench, HANDOFF) == keys_of(prompt(8)) and not sent(bench, COMPUTED)
     assert bench.told[-1]["handoff"] == {
-        "namespace": bench.sched._ns_id.hex(),
+        "namespace": bench.sched.membership.ns_id.hex(),
         "last_key": keys_of(prompt(8))[-1].hex(),
         "tokens": 8 * CHUNK_TOKENS,
     }
@@ -383,7 +383,7 @@ def test_a_plan_for_which_there_is_no_room_yet_is_waited_for_too(bench: Bench) -
 def test_a_request_awaits_only_its_own_chunks(bench: Bench) -> None:
     bench.step()
     bench.submit([1])  # the engine knows its model from here on
-    own = Awaited(bench.sched._ns_id, keys_of(prompt(3))[-1]).shown(0)
+    own = Awaited(bench.sched.membership.ns_id, keys_of(prompt(3))[-1]).shown(0)
     foreign = {"last_key": keys_of(prompt(3), b"other")[-1].hex()}
     for promise in (own | foreign, own | {"namespace": "00" * 16}, own | {"last_key": "00" * 32}):
         request = submit(bench, prompt(3), {"handoff": promise})

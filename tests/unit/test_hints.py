@@ -341,7 +341,7 @@ def test_what_another_request_has_fetched_is_in_the_pool(bench: Bench) -> None:
     fetches = bench.new_request(PROMPT)
     bench.add(fetches)
     bench.answer_all()
-    bench.sched._advance_plans()
+    bench.sched.prefetch.advance(bench.sched._plan)
     bench.answer_all()
     bench.finish(fetches)  # before it could load
     hinted(bench, PROMPT, load=["host"])
@@ -492,8 +492,8 @@ def test_a_session_that_was_to_be_near_goes_first(bench: Bench) -> None:
     def unstarted(*names: str) -> list[str]:
         store_remotely(bench, b"d", [7] * 40)
         requests = {n: hinted(bench, [7 + i] + [7] * 39, session=n) for i, n in enumerate(("x", "y", "z", *names))}
-        waiting = [n for n in requests if requests[n].request_id in bench.sched._unstarted]
-        order = [n for i in bench.sched._unstarted for n in requests if requests[n].request_id == i]
+        waiting = [n for n in requests if requests[n].request_id in bench.sched.prefetch.unstarted]
+        order = [n for i in bench.sched.prefetch.unstarted for n in requests if requests[n].request_id == i]
         assert set(order) == set(waiting)
         for request in requests.values():
             bench.finish(request)

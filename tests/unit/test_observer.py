@@ -238,7 +238,7 @@ def test_prometheus_has_every_metric_of_every_engine() -> None:
 
 def test_degraded_time_is_that_without_a_server_where_there_should_be_one(bench: Bench) -> None:
     now = [100.0]
-    bench.sched._adopt_identity()
+    bench.sched.membership.adopt()
     collector = Collector(bench.sched, lambda: now[0])
     collector.stepped()
     now[0] += 5.0
@@ -304,7 +304,7 @@ def test_a_prefetch_that_is_over_within_a_step_is_timed(bench: Bench) -> None:
     bench.answer_all()
     bench.step()
     observer.stepped()
-    assert not bench.sched._plans
+    assert not bench.sched.prefetch.plans
     stats = observer.take_stats()
     assert stats is not None
     assert len(stats.data["times"]["prefetch_seconds"]) == stats.data["sums"]["lookups"] == 1

@@ -150,7 +150,7 @@ SIDE_EFFECTS: dict[str, Callable[[Scheduler, Any], object]] = {
     "touches": lambda sched, state: sched.index.touch(state.keys),
     "counts a hit": _use,
     "sends": _send,
-    "plans": lambda sched, state: sched._advance_plans(),
+    "plans": lambda sched, state: sched.prefetch.advance(sched._plan),
     "counts": lambda sched, state: sched.counters.update(asked=1),
     "records": lambda sched, state: setattr(state, "store_next", 0),
     "waits anew": lambda sched, state: state.plan and setattr(state.plan, "deadline", sched._clock() + DEADLINE_S),
@@ -395,14 +395,14 @@ def test_slots_of_a_lost_fetch_come_back_with_the_lease(bench: Bench) -> None:
     assert bench.ask(request, 0) == (0, False)
     bench.step()
     assert bench.sched.index.num_quarantined == 2
-    assert bench.sched._fetch_nbytes == 2 * PAYLOAD_NBYTES
+    assert bench.sched.prefetch.fetch_nbytes == 2 * PAYLOAD_NBYTES
     bench.op_late_write()
     bench.step()
     assert bench.sched.index.num_quarantined == 2
     bench.client.end_leases()
     bench.step()
     assert bench.sched.index.num_quarantined == 0
-    assert bench.sched._fetch_nbytes == 0
+    assert bench.sched.prefetch.fetch_nbytes == 0
 
 
 def test_a_plan_without_room_keeps_nobody_waiting_and_starts_later(bench: Bench) -> None:
@@ -440,12 +440,12 @@ def test_refused_or_ended_requests_give_their_leases_back(bench: Bench) -> None:
     store(bench, prompt(2))
     aborted, refused = bench.submit(prompt(2)), bench.submit(prompt(2, family=1), max_outputs=5)
     bench.answer_all()
-    assert bench.sched._num_leased == 4
+    assert bench.sched.prefetch.num_leased == 4
     bench.finish(aborted)
-    assert bench.sched._num_leased == 2
+    assert bench.sched.prefetch.num_leased == 2
     bench.step()
     assert refused.status == "running"
-    assert bench.sched._num_leased == 0
+    assert bench.sched.prefetch.num_leased == 0
     assert len(bench.sched.index) == 4  # what has arrived stays, and the new request's chunks are on their way
 
 
@@ -632,7 +632,7 @@ def test_a_reset_with_copies_under_way(bench: Bench) -> None:
     bench.reset()
     bench.check()
     assert bench.ask(fetching, 0) == (0, False)
-    assert not bench.sched._plans
+    assert not bench.sched.prefetch.plans
     sent = bench.client.num_commands("store")
     settle(bench)
     assert bench.client.num_commands("store") == sent
@@ -826,18 +826,18 @@ def test_tenants_do_not_see_each_other(bench: Bench) -> None:
 
 
 def test_without_an_identity_nothing_leaves_the_host(bench: Bench) -> None:
-    found, bench.sched._found = bench.sched._found, None
-    bench.sched._identity = IDENTITY  # of this engine alone: any will do
+    found, bench.sched.membership.found = bench.sched.membership.found, None
+    bench.sched.membership.identity = IDENTITY  # of this engine alone: any will do
     store(bench, prompt(2))
     request = bench.submit(prompt(2))
     assert bench.ask(request, 0) == (0, False)
     settle(bench)
     assert bench.client.log == []
     assert len(bench.sched.index) == 2
-    bench.sched._found = found
-    assert not bench.sched._shareable
+    bench.sched.membership.found = found
+    assert not bench.sched.membership.shareable
     bench.submit(prompt(2, family=1))
-    assert bench.sched._shareable
+    assert bench.sched.membership.shareable
     assert bench.client.num_commands("match") == 1
 
 
@@ -921,7 +921,7 @@ def settle_plan(bench: Bench) -> None:
     for _ in range(4):
         bench.answer_all()
         bench.sched._apply_replies()
-        bench.sched._advance_plans()
+        bench.sched.prefetch.advance(bench.sched._plan)
 
 
 def test_the_speed_of_computing_is_that_of_steps_without_a_pause(bench: Bench) -> None:
