@@ -46,6 +46,7 @@ class Mutation:
 
 CONTRACT = "tests/engine/test_contract.py"
 SCHEDULER = "connector/tierkv_connector/scheduler.py"
+LOADS = "connector/tierkv_connector/loads.py"
 PREFETCH = "connector/tierkv_connector/prefetch.py"
 MUTATIONS = (
     # Wrong bytes
@@ -142,15 +143,15 @@ MUTATIONS = (
         SCHEDULER,
         (
             (
-                "            self._ended_loads[request.request_id] = state.load\n        self.prefetch.end(state)\n",
-                "            self._ended_loads[request.request_id] = state.load\n",
+                "        self.loads.request_finished(state)\n        self.prefetch.end(state)\n",
+                "        self.loads.request_finished(state)\n",
             ),
         ),
         MACHINE,
     ),
     Mutation(
         "keep the pins of a load that has ended",
-        SCHEDULER,
+        LOADS,
         (("        self._unpin(entries or ())\n        if failed:\n", "        if failed:\n"),),
         MACHINE,
     ),
@@ -234,7 +235,7 @@ MUTATIONS = (
     ),
     Mutation(
         "offer a request the load that failed again",
-        SCHEDULER,
+        LOADS,
         (("state.no_load = True", "pass"),),
         MACHINE,
     ),
@@ -301,7 +302,7 @@ MUTATIONS = (
     ),
     Mutation(
         "offer a failed load again and again",
-        SCHEDULER,
+        LOADS,
         (("            state.no_load = True\n", "            pass\n"),),
         CONTRACT + "::test_05_a_load_that_failed_is_not_offered_again",
     ),

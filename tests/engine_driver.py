@@ -542,7 +542,7 @@ class Driver:
 
     def load_in_step(self, nbytes: int) -> None:
         """Make loads of up to ``nbytes`` a part of the step that needs them, and others be waited for."""
-        self._sched.loads._limit = nbytes
+        self._sched.loads.sync._limit = nbytes
 
     def strand_next_load(self) -> None:
         """Make the scheduler half raise when it is to plan the next load, after vLLM has given blocks out for it."""
@@ -550,7 +550,7 @@ class Driver:
         def plan_load(*args: Any) -> None:
             raise RuntimeError("the test's fault")
 
-        self._sched._plan_load = plan_load
+        self._sched.loads.plan = plan_load
 
     def vllm_version(self) -> str:
         """Return the version of vLLM that runs here."""

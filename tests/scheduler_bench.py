@@ -758,7 +758,7 @@ class Bench:
             assert by_plan or by_load, "vLLM was told to wait for nothing"
             return
         num_chunks = -(-(num_computed + count) // CHUNK_TOKENS) - num_computed // CHUNK_TOKENS
-        assert answer == (count, count > 0 and num_chunks * PAYLOAD_NBYTES > sched.loads.sync_nbytes)
+        assert answer == (count, count > 0 and num_chunks * PAYLOAD_NBYTES > sched.loads.sync.sync_nbytes)
         stop = min(len(keys), (request.num_tokens - 1) // CHUNK_TOKENS)
         end = first
         while end < stop and self.usable(keys[end]):
@@ -845,9 +845,9 @@ class Bench:
         assert sched.prefetch.num_leased == len(owners)
         for state in sched.requests.values():
             owners += state.load or ()
-        for entries in sched._ended_loads.values():
+        for entries in sched.loads.ended_early.values():
             owners += entries
-        for _, entries in sched.loads._under_way.values():
+        for _, entries in sched.loads.sync._under_way.values():
             owners += entries
         owners += [*sched.spill._saving, *sched.spill.handoffs.kept]
         writers = [e for f in sched.prefetch.fetching for e in f.entries] + list(sched.spill.copying.values())
@@ -883,8 +883,8 @@ class Bench:
             self._check_command(*command)
         self._num_checked = len(self.client.log)
         loading = {key for keys, _ in self.loads_under_way.values() for key in keys}
-        assert set(sched._loading) <= loading
-        assert all(until <= self.now + DEADLINE_S for until in sched._loading.values())
+        assert set(sched.loads.loading) <= loading
+        assert all(until <= self.now + DEADLINE_S for until in sched.loads.loading.values())
         for name in ("disk_hits", "shared_hits", "host_hits"):
             assert sched.counters[name] == self.hits[name]
         for request in self.requests.values():
@@ -966,8 +966,8 @@ class Bench:
         sched, index = self.sched, self.sched.index
         prefetch = sched.prefetch
         assert not (prefetch.plans or prefetch.unstarted or prefetch.fetching)
-        assert not (sched._loading or sched.spill.copying or sched._loads)
-        assert not (sched.requests or sched._waiting or sched._ended_loads or sched._failed_loads)
+        assert not (sched.loads.loading or sched.spill.copying or sched.loads.jobs)
+        assert not (sched.requests or sched._waiting or sched.loads.ended_early or sched.loads.failed)
         assert (prefetch.fetch_nbytes, prefetch.num_leased, sched.spill.queue.nbytes) == (0, 0, 0)
         assert index.num_quarantined == 0
         assert not index.dropped

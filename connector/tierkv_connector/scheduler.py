@@ -10,7 +10,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from tierkv.chains import ChainMemo
 from tierkv.client import StoreClient
 from tierkv.config import EngineConfig
 from tierkv.errors import ConfigError
-from tierkv.hostindex import Entry, HostIndex
+from tierkv.hostindex import HostIndex
 from tierkv.identity import FileHashes
 from tierkv.keys import root_key, tenant_digest
 from tierkv.messages import HostEntry, HostStat
@@ -30,15 +29,15 @@ from tierkv.pool import HostPool
 from tierkv.rendezvous import Offer, get_pool
 from tierkv_connector.adapters import Adapters
 from tierkv_connector.asked import note_asked
-from tierkv_connector.blocks import RequestBlocks
 from tierkv_connector.compat import GpuCache, is_plain_prompt, new_blocks, pools_behind_prefixes, scheduled
 from tierkv_connector.costs import CostGate
 from tierkv_connector.epochs import Epochs
 from tierkv_connector.extras import Content, Contents
 from tierkv_connector.handoff import take_up
 from tierkv_connector.hints import HintReader, Outcome
+from tierkv_connector.loads import Loads
 from tierkv_connector.membership import Membership
-from tierkv_connector.metadata import LoadJob, Piece, TierKVMetadata, TierKVWorkerMetadata
+from tierkv_connector.metadata import LoadJob, TierKVMetadata, TierKVWorkerMetadata
 from tierkv_connector.model import hashes_path, item_settings, lora_settings
 from tierkv_connector.plan import Plan, State
 from tierkv_connector.prefetch import Prefetcher
@@ -102,7 +101,6 @@ class Scheduler:
         self.config = config
         self.role = Role.of(kv_role, config.decode_blocks)
         self.layout = offer.layout
-        self._tables = offer.layout.tables()
         self._chains = ChainMemo(offer.layout.chunk_tokens)
         self.pool = pool
         self.index = HostIndex(pool, make_policy(config.policy.get("host", DEFAULT_POLICY)))
@@ -130,17 +128,23 @@ class Scheduler:
             deadline_s=config.deadline_s,
             clock=clock,
         )
-        self._loading: dict[bytes, float] = {}  # key -> monotonic time until which others wait for its load
-        self._ended_loads: dict[str, list[Entry]] = {}  # loads of requests that finished meanwhile
-        self._failed_loads: set[str] = set()  # loads under way of which a failure is known
-        self._loads: list[LoadJob] = []
-        self._claims: list[tuple[RequestState, Sequence[Sequence[int]], int]] = []  # until the step shows their kind
         # With windows vLLM is told of failed loads by their requests, which goes for those that wait only.
-        sync_nbytes = 0 if self._tables[0].window else config.sync_load_bytes
-        self.loads = SyncLoads(sync_nbytes, offer.shard, len(self._tables))
+        tables = offer.layout.tables()
+        sync_nbytes = 0 if tables[0].window else config.sync_load_bytes
+        self.states = States(offer.layout, pool)
+        self.loads = Loads(
+            self.index,
+            self.requests,
+            self.prefetch,
+            self.states,
+            self.layout,
+            self.counters,
+            SyncLoads(sync_nbytes, offer.shard, len(tables)),
+            deadline_s=config.deadline_s,
+            clock=clock,
+        )
         host_policy = config.policy.get("host", DEFAULT_POLICY)
         self.spill = Spiller(self.index, offer.layout, self.counters, host_policy in WEIGHS_ABOVE)
-        self.states = States(offer.layout, pool)
         self.hints = HintReader(config.hints, clock, self.role.store)
         self.retention = Retention(self.index, config.hints, clock)
         self.adapters = Adapters(FileHashes(hashes_path()), adapter_settings)
@@ -238,7 +242,7 @@ class Scheduler:
         if first >= stop:
             return 0, False
         now = self._clock()
-        if self._loading.get(state.keys[first], 0.0) > now:
+        if self.loads.awaits(state.keys[first], now):
             return None, False
         plan = state.plan
         waits = plan is not None and plan.pending(now)  # before the index: what arrives in between is not overlooked
@@ -249,7 +253,7 @@ class Scheduler:
         num_tokens = end * size - num_computed_tokens
         if num_tokens <= 0:
             return 0, False
-        return num_tokens, (end - first) * self.pool.shape.payload_nbytes > self.loads.sync_nbytes
+        return num_tokens, not self.loads.is_small(end - first)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Pin what is to be loaded and plan the load; or take note that the request goes on without one."""
@@ -259,23 +263,19 @@ class Scheduler:
         if state.plan is not None and (num_late := state.plan.stop_awaiting()):
             self.counters["awaited_late"] += num_late
         if num_external_tokens:
-            claim = state, blocks.get_block_ids(), num_external_tokens
-            if self._num_claimed_nbytes(num_external_tokens) <= self.loads.sync_nbytes:
-                self._claims.append(claim)
-            else:
-                self._plan_load(*claim)
+            self.loads.claim(state, blocks.get_block_ids(), num_external_tokens)
         elif state.plan is not None and state.load is None:
             self.prefetch.end(state)
         self._waiting.pop(request.request_id, None)
 
     def build_connector_meta(self, scheduler_output: Any) -> TierKVMetadata:
         """Return this step's copies, and go on with the plans."""
-        self._plan_claims(scheduler_output)
+        self.loads.plan_claims(scheduler_output)
         self._apply_replies()
         self.membership.adopt()
         self._note_contents()
         self._note_step(scheduler_output)
-        loads, self._loads = self._loads, []
+        loads = self.loads.take()
         fence = self._fence(scheduler_output, loads) if self.spill.copying else []
         stores = self.spill.plan(scheduler_output, self.requests, self._epoch, self.client)
         for req_id, _ in scheduled(scheduler_output):
@@ -291,33 +291,6 @@ class Scheduler:
         self.prefetch.advance(self._plan)
         self.spill.advance(self.client if self.role.stores else None)
         return TierKVMetadata(loads, stores, fence)
-
-    def _num_claimed_nbytes(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.layout.chunk_tokens) * self.pool.shape.payload_nbytes
-
-    def _plan_claims(self, scheduler_output: Any) -> None:
-        """Plan the small loads as vLLM took their claims: for this step, or for a request that waits for them."""
-        claims, self._claims = self._claims, []
-        if not claims:
-            return
-        steps = dict(scheduled(scheduler_output))
-        for state, block_ids, num_tokens in claims:
-            end = steps.get(state.request.request_id)
-            if end is None:
-                self._plan_load(state, block_ids, num_tokens)
-                continue
-            self._plan_load(state, [ids[: -(-end // self.layout.block_tokens)] for ids in block_ids], num_tokens)
-            self._take_as_sync(state)
-
-    def _take_as_sync(self, state: RequestState) -> None:
-        """Make the load that was just planned a part of this step, of which vLLM expects no report."""
-        job, entries = self._loads.pop(), state.load or []
-        state.load = None
-        if state.plan is not None:
-            state.plan.to(State.DONE)
-        for entry in entries:
-            self._loading.pop(entry.key, None)  # who comes later finds it on the GPU
-        self._loads.append(replace(job, sync_id=self.loads.started(job.req_id, entries)))
 
     def _note_step(self, scheduler_output: Any) -> None:
         """Measure how fast prompts are computed: the time between two steps without a pause between them."""
@@ -341,19 +314,9 @@ class Scheduler:
     def update_connector_output(self, loaded: set[str], report: TierKVWorkerMetadata | None) -> None:
         """Take note of loads and copies that have ended; send what was copied to the store server."""
         self._apply_replies()
+        self.loads.reported(loaded, report)
         if report is not None:
-            self._failed_loads |= report.failed_loads  # a rank may tell before the load has ended on all
-        for req_id in loaded:
-            self._load_ended(req_id, req_id in self._failed_loads)
-            self._failed_loads.discard(req_id)
-        if report is None:
-            return
-        self.counters["load_nbytes"] += report.load_nbytes
-        for req_id, entries, failed in self.loads.ended(report):
-            self._unpin(entries)
-            if failed:
-                self._load_failed(req_id)
-        self.spill.computed(self.spill.copied(report), self.client)
+            self.spill.computed(self.spill.copied(report), self.client)
 
     def request_finished(self, request: Any) -> dict[str, Any] | None:
         """Give back what the request held. A load under way goes on until the workers report it.
@@ -365,8 +328,7 @@ class Scheduler:
         self._unhashed.pop(request.request_id, None)
         if state is None:
             return None
-        if state.load is not None:
-            self._ended_loads[request.request_id] = state.load
+        self.loads.request_finished(state)
         self.prefetch.end(state)
         if state.outcome is None:
             return None
@@ -405,7 +367,7 @@ class Scheduler:
             if state.load is None:
                 self.prefetch.end(state)
         self.index.clear()
-        self._loading.clear()
+        self.loads.loading.clear()
 
     @property
     def _epoch(self) -> int:
@@ -480,59 +442,6 @@ class Scheduler:
                 if started and state.plan is not None:  # it goes on waiting, no longer than it would have
                     state.plan.deadline = min(state.plan.deadline, plan.deadline)
 
-    # -- loads
-
-    def _plan_load(self, state: RequestState, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """Pin the slots of the claimed tokens and queue their copy to the GPU."""
-        self.prefetch.apply()  # not what an operator dropped just now: the claim was made before that
-        claims = list(RequestBlocks(self.layout, self._tables, block_ids).claimed(num_external_tokens))
-        entries, pieces = [], []
-        for chunk, _, spans in claims:
-            entry = self.index.peek(state.keys[chunk])
-            assert entry is not None and entry.usable, "a claimed chunk is not in the host pool"
-            pieces.append(Piece.of(entry.slot, spans))
-            entries.append(entry)
-        assert self.states.there(entries[-1]), "a claim ends with a chunk without recurrent state"
-        for entry, claim in zip(entries, claims, strict=True):
-            source = self.index.used(entry)
-            self.counters[f"{source}_hits"] += 1
-            if state.outcome is not None:
-                state.outcome.loads(source, claim.num_tokens)
-        wait_until = self._clock() + self.config.deadline_s
-        for entry in entries:
-            self.index.pin(entry)
-            self._loading.setdefault(entry.key, wait_until)  # a second load of it makes nobody wait any longer
-        self.index.touch(state.keys[: claims[-1].chunk + 1])
-        self.prefetch.end(state, State.LOADING)
-        state.load = entries
-        self._loads.append(LoadJob(state.request.request_id, tuple(pieces)))
-
-    def _load_ended(self, req_id: str, failed: bool) -> None:
-        state = self.requests.get(req_id)
-        entries = self._ended_loads.pop(req_id, None)
-        if entries is None and state is not None:
-            entries, state.load = state.load, None
-            if state.plan is not None and state.plan.state is State.LOADING:
-                state.plan.to(State.DONE)
-        for entry in entries or ():
-            self._loading.pop(entry.key, None)
-        self._unpin(entries or ())
-        if failed:
-            self._load_failed(req_id)
-
-    def _unpin(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self.index.unpin(entry)
-
-    def _load_failed(self, req_id: str) -> None:
-        """Take note that a request's load failed: it is never offered one again."""
-        self.counters["load_failures"] += 1
-        state = self.requests.get(req_id)
-        if state is not None:
-            state.no_load = True
-            if state.outcome is not None:
-                state.outcome.load_failed()
-
     # -- questions of the store server: the reader thread
 
     def _on_push(self, what: str, body: bytes) -> bytes:
@@ -587,11 +496,7 @@ class Scheduler:
             "requests": {req_id: state.dump() for req_id, state in self.requests.items()},
             **self.prefetch.dump(),
             "waiting": list(self._waiting),
-            "loading": dict(self._loading),
-            "ended_loads": {req_id: [e.key for e in entries] for req_id, entries in self._ended_loads.items()},
-            "failed_loads": set(self._failed_loads),
-            "loads": list(self._loads),
-            "sync_loads": ([(state.request.request_id, num) for state, _, num in self._claims], self.loads.dump()),
+            **self.loads.dump(),
             "spill": self.spill.dump(),
             "retention": self.retention.dump(),
             "epoch": (self.epochs.dump(), self.membership.identity, self.membership.shareable),
