@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -83,6 +85,22 @@ def shm_names(of_vllm: bool = False) -> set[str]:
     """
     names = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "psm_"))}
     return {name for name in names if of_vllm or not (name.startswith("vllm_dist_") or "-cpushm_" in name)}
+
+
+def left_in_shm(before: set[str]) -> set[str]:
+    """Return the names in /dev/shm that are new and that no process has mapped: those of other tests' engines are.
+
+    Args:
+        before: what :func:`shm_names` said of vLLM's too.
+    """
+    new = shm_names(of_vllm=True) - before
+    if not new:
+        return new
+    mapped: set[str] = set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            mapped |= set(re.findall(r"/dev/shm/(\S+)", (directory / "maps").read_text()))
+    return (new - mapped) & shm_names(of_vllm=True)
 
 
 def num_fds() -> int:

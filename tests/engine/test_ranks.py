@@ -25,7 +25,7 @@ from engine_process import (
     drain,
     server_pid,
 )
-from leaks import pool_files, shm_names
+from leaks import left_in_shm, pool_files, shm_names
 from records import wait_until
 from seeded_model import write_seeded_llama
 from servers import RedisServer
@@ -227,7 +227,7 @@ def test_a_rank_that_dies_takes_its_engine_along_and_nothing_else(
         engine.finish("left")
     engine.kill()
     wait_until(lambda: not any(Path(f"/proc/{pid}/maps").exists() for pid in [*workers, engine.pid]))
-    assert shm_names(of_vllm=True) <= names
+    assert not left_in_shm(names)
 
     wait_until(lambda: not pool_files(server) & segments, 30.0)
     drain(disk)

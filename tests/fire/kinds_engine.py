@@ -22,7 +22,7 @@ from fire.in_engine import POOL
 from fire.kind import Kind, register
 from fire.references import TOLERANCE
 from fire.stage import Stage
-from leaks import pool_files, shm_names
+from leaks import left_in_shm, pool_files, shm_names
 from tierkv.rendezvous import address
 
 #: What the disk tier's directory holds; nothing else may be left there.
@@ -67,7 +67,7 @@ def check_nothing_is_left(stage: Stage, engine: str, segments: set[str], shm: se
             found.append("a session in the store server")
         if address(engine)[1:] in Path("/proc/net/unix").read_text():
             found.append("a pool socket")
-        found += sorted(shm_names(of_vllm=True) - shm)
+        found += sorted(left_in_shm(shm))
         return found
 
     wait_until(lambda: not left(), _GONE_S, f"the engine that died left behind: {', '.join(left())}")
