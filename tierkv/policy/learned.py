@@ -443,8 +443,7 @@ class Learned(Generic[K]):
         known, limit = self._known, max(MIN_GHOSTS, self._num_stored)
         while len(known) - self._num_stored > limit:
             segment, _ = self._ghosts.popitem(last=False)
-            for key in segment.drop_ghosts():
-                del known[key]
+            deque(map(known.__delitem__, segment.drop_ghosts()), maxlen=0)
             if not segment.keys:
                 segment.cohort.leave(segment)
                 segment.cohort = self._nobody
