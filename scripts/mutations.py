@@ -246,6 +246,24 @@ MUTATIONS = (
         (("return len(self.plans) < MAX_PLANS and self.fetch_nbytes < PLAN_NBYTES", "return True"),),
         MACHINE,
     ),
+    Mutation(
+        "drop what is queued for a tier that is out for a moment",
+        "server/tierkv_server/writer.py",
+        (("return now < self._gives_up_at and not self.refusing", "return False"),),
+        "tests/integration/test_writer.py::test_a_shared_tier_that_is_out_for_a_moment_loses_nothing_that_is_queued",
+    ),
+    Mutation(
+        "wait for a tier that is out while the server leaves",
+        "server/tierkv_server/writer.py",
+        (("return now < self._gives_up_at and not self.refusing", "return now < self._gives_up_at"),),
+        "tests/integration/test_writer.py::test_a_server_that_leaves_does_not_wait_for_it",
+    ),
+    Mutation(
+        "wait for a tier that is out for ever",
+        "server/tierkv_server/writer.py",
+        (("self._gives_up_at = now + self._patience_s", "self._gives_up_at = now + 1e9"),),
+        "tests/integration/test_writer.py::test_what_is_queued_for_one_that_stays_away_is_given_up",
+    ),
     # vLLM's contract, rule by rule, and what it does to a running engine
     Mutation(
         "plan a request only when it is scheduled",

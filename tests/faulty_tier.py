@@ -252,6 +252,9 @@ class FaultyTier:
     def set_limits(self, limits: Limits) -> None:
         self.inner.set_limits(limits)
 
+    def retry_in_s(self) -> float:
+        return self.inner.retry_in_s()
+
     def stat(self) -> TierStat:
         stat = self.inner.stat()
         with self._lock:

@@ -205,6 +205,9 @@ class MemoryTier:
                 for tenant in {entry.header.tenant for entry in self.spaces.get(ns_id, {}).values()}:
                     self._fit(ns_id, tenant, 0, frozenset())
 
+    def retry_in_s(self) -> float:
+        return self._health.retry_in_s()
+
     def stat(self) -> TierStat:
         with self._lock:
             live = [entry for ns_id in self.spaces for entry in self._entries(ns_id).values()]

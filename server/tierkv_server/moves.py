@@ -20,7 +20,7 @@ from tierkv_server.guard import Evictions
 from tierkv_server.session import Session
 from tierkv_server.spill import Seen, SpillPolicy
 from tierkv_server.staging import Buffer, Staging
-from tierkv_server.writer import MAX_YIELD_S, Job, Loads, Staged, TierWriter
+from tierkv_server.writer import MAX_YIELD_S, PATIENCE_S, Job, Loads, Staged, TierWriter
 
 
 class Moves:
@@ -203,7 +203,11 @@ class Moves:
 
     def _writer(self, tier: Tier) -> TierWriter:
         writing = _always if tier is self.disk else self._write_to_shared
-        return TierWriter(tier, STORE_NBYTES, COMMAND_NBYTES, self._keep, self.loads, self._stored, writing)
+        # An engine waits for its stores to the disk; nobody waits for those to the shared tier.
+        patience_s = 0.0 if tier is self.disk else PATIENCE_S
+        return TierWriter(
+            tier, STORE_NBYTES, COMMAND_NBYTES, self._keep, self.loads, self._stored, writing, patience_s=patience_s
+        )
 
     def _write_to_shared(self, ns_id: bytes, refs: Sequence[Ref]) -> AbstractContextManager[bool]:
         return self.writing(ns_id, refs)

@@ -1,4 +1,8 @@
-"""A tier's writer: one thread, a queue bounded in bytes. A tier that is behind drops stores and counts them."""
+"""A tier's writer: one thread, a queue bounded in bytes. A tier that is behind drops stores and counts them.
+
+A tier that is out for a moment (a stall, a failover) loses nothing that is queued: that waits, for ``patience_s`` at
+most. Then stores fail as they come, until one works again.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,10 @@ from tierkv_server.staging import Buffer
 MAX_YIELD_S = 0.25
 #: A plan's next fetch comes this soon after one; stores wait for that pause.
 _QUIET_S = 0.01
-#: How often a store that waits for others looks whether they hang.
-_PATIENCE_S = 0.5
+#: How often a store that waits for others looks whether they hang, and a queue that waits for its tier whether to end.
+_LOOK_S = 0.5
+#: A shared tier may be out this long before what is queued for it fails: three tries, with its back-off.
+PATIENCE_S = 5.0
 
 
 class Loads:
@@ -88,6 +94,7 @@ class TierWriter:
         loads: fetches under way: while there are any, the queue waits, ``MAX_YIELD_S`` a batch at most.
         stored: called after each batch with the tier, its jobs and what came of each.
         writing: returns a context around each write, whose value says whether the write may be made.
+        patience_s: what is queued waits this long for a tier that is out.
     """
 
     def __init__(
@@ -99,6 +106,8 @@ class TierWriter:
         loads: Loads,
         stored: Callable[[Tier, Sequence[Job], Sequence[Status]], None],
         writing: Callable[[bytes, Sequence[Ref]], AbstractContextManager[bool]],
+        *,
+        patience_s: float = 0.0,
     ) -> None:
         self.tier = tier
         self._keep = keep
@@ -109,6 +118,8 @@ class TierWriter:
         self.queued_nbytes = 0
         self._budget = budget
         self._batch_nbytes = batch_nbytes
+        self._patience_s = patience_s
+        self._gives_up_at: float | None = None  # monotonic; None: the tier works
         self._jobs: deque[Job] = deque()
         self._queued: set[tuple[bytes, bytes]] = set()
         self._changed = threading.Condition()
@@ -150,7 +161,7 @@ class TierWriter:
 
         Who waits for a write that hangs in the tier is told that his failed: the tier says then that it takes none.
         """
-        while not self._writing.acquire(timeout=_PATIENCE_S):
+        while not self._writing.acquire(timeout=_LOOK_S):
             if self.tier.stat().state != "up":
                 return [Status.ERROR] * len(jobs)
         try:
@@ -200,9 +211,27 @@ class TierWriter:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
                 if self._closed:
                     return
+            if self._waits_for_tier():
+                continue
             self._loads.wait_for_none(MAX_YIELD_S)
             with self._writing:
                 self._write_batch()
+
+    def _waits_for_tier(self) -> bool:
+        """Wait a moment where the tier is out and was not long ago; returns whether it did."""
+        wait_s = min(self.tier.retry_in_s(), _LOOK_S)
+        if not wait_s or not self._is_patient():
+            return False
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, wait_s)
+        return True
+
+    def _is_patient(self) -> bool:
+        """Return whether what is queued is to wait for the tier, which is out."""
+        now = time.monotonic()
+        if self._gives_up_at is None:
+            self._gives_up_at = now + self._patience_s
+        return now < self._gives_up_at and not self.refusing
 
     def _write_batch(self) -> None:
         with self._changed:
@@ -213,10 +242,18 @@ class TierWriter:
                 nbytes += batch[-1].nbytes
         if not batch:
             return
-        self._store(batch)  # the tier counts what came of it
+        results = self._store(batch)  # the tier counts what came of it
+        failed = [job for job, status in zip(batch, results, strict=True) if status is Status.ERROR]
+        if len(failed) < len(batch):
+            self._gives_up_at = None
+        again = failed if failed and self.tier.retry_in_s() and self._is_patient() else []
         with self._changed:
+            again = [] if self._closed else again
+            self._jobs.extendleft(reversed(again))
+            waiting = set(map(id, again))
             for job in batch:
-                self._done(job)
+                if id(job) not in waiting:
+                    self._done(job)
             self._changed.notify_all()
 
     def _store(self, jobs: Sequence[Job]) -> list[Status]:

@@ -36,6 +36,7 @@ from tierkv.launcher import Launcher
 from tierkv.messages import StoreItem
 from tierkv.payload import HEADER_NBYTES
 from tierkv.resp import encode_command
+from tierkv_server import moves
 
 CHUNK = 32
 PROMPT = list(range(1000, 1000 + 6 * CHUNK))
@@ -580,8 +581,13 @@ def test_22_half_a_store_command_holds_nothing(short_dir: Path) -> None:
 
 
 def test_22_a_store_that_redis_got_half_of_leaves_nothing(
-    short_dir: Path, redis_server: RedisServer, proxy: Proxy, short_back_off: None
+    short_dir: Path,
+    redis_server: RedisServer,
+    proxy: Proxy,
+    short_back_off: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(moves, "PATIENCE_S", 0.0)  # else the whole of it is stored a moment later
     with serving(make_config(short_dir, shared_url=proxy.url)) as server, FakeEngine(server.config.socket) as engine:
         engine.put(prompt_of(1))
         drain(engine)

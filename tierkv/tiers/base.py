@@ -373,6 +373,9 @@ class Tier(Protocol):
     def set_limits(self, limits: Limits) -> None:
         """Change the limits; entries beyond them go soon after."""
 
+    def retry_in_s(self) -> float:
+        """Return the seconds until a store is tried again after one that failed; 0: it may be tried now."""
+
     def stat(self) -> TierStat:
         """Return counters and state."""
 

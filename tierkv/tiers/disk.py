@@ -198,6 +198,9 @@ class DiskTier:
         finally:
             env.leave()
 
+    def retry_in_s(self) -> float:
+        return self._health.retry_in_s()
+
     def stat(self) -> TierStat:
         envs = list(self._environments.values())
         stat = self._counters.stat(

