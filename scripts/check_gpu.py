@@ -4,8 +4,10 @@ Every check goes through what the worker half of the connector uses (:mod:`tierk
 place of a model. *Equality*: KV of every physical layout is stored, wiped and loaded to other blocks while the GPU
 computes. *Order*: blocks are rewritten right behind a store, zeroed right before a load, read right behind one, all
 queued behind a busy compute stream; each wait that makes this right is then left out, and the bytes must be wrong, or
-the check could not have failed. *Speed*: what a batch of copies reaches, against a single copy of as many bytes between
-pinned memory and the GPU, timed in the same run by the GPU's clock. Last, where vLLM is installed, a real engine.
+the check could not have failed. *Waking*: what was stored from caches that are gone is loaded to those that came in
+their place, as after vLLM has slept; without rebinding it must not come there. *Speed*: what a batch of copies reaches,
+against a single copy of as many bytes between pinned memory and the GPU, timed in the same run by the GPU's clock.
+Last, where vLLM is installed, a real engine.
 """
 
 from __future__ import annotations
@@ -303,6 +305,43 @@ def check_order(gpu: Gpu) -> Iterator[Row]:
             yield Row("order", f"control: {name}, {mover}", f"{wrong} wrong values", wrong > 0)
 
 
+# -- waking
+
+
+def wrong_after_waking(gpu: Gpu, kind: Kind, mover: str, *, rebinds: bool = True) -> int:
+    """Store blocks, put other caches in the place of theirs, load them there; return the bytes that differ."""
+    layers, blocks, per_chunk = 2, 8, 2
+    before = kind.make(layers, blocks, gpu.device)
+    for number, cache in enumerate(before):
+        block_matrix(cache, blocks).random_(generator=torch.Generator(gpu.device).manual_seed(number))
+    expected = [block_matrix(cache, blocks).clone() for cache in before]
+    gpu.synchronize()
+    pieces = [Piece(i, 0, tuple(range(i * per_chunk, (i + 1) * per_chunk))) for i in range(blocks // per_chunk)]
+    with opened(gpu, regions_of(kind, before, per_chunk), len(pieces), mover) as (device, _):
+        device.store([StoreJob(piece.slot, piece) for piece in pieces])
+        wait(gpu, device, len(pieces))
+        after = kind.make(layers, blocks, gpu.device)
+        if rebinds:
+            device.rebind(regions_of(kind, after, per_chunk))
+        for cache in before:
+            gpu.submit(block_matrix(cache, blocks).zero_)
+        device.load([LoadJob("all", tuple(pieces))])
+        wait(gpu, device, 1)
+        gpu.synchronize()
+    got = [block_matrix(cache, blocks) for cache in after]
+    return sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(got, expected, strict=True))
+
+
+def check_waking(gpu: Gpu) -> Iterator[Row]:
+    """Yield a row for each way to copy, and one for each without rebinding."""
+    kind = KINDS["heads outside tokens"]
+    for mover in gpu.movers:
+        wrong = wrong_after_waking(gpu, kind, mover)
+        yield Row("waking", f"other caches, {mover}", f"{wrong} wrong bytes", wrong == 0)
+        wrong = wrong_after_waking(gpu, kind, mover, rebinds=False)
+        yield Row("waking", f"control: no rebinding, {mover}", f"{wrong} wrong bytes", wrong > 0)
+
+
 # -- speed
 
 
@@ -440,6 +479,7 @@ def rows_of(gpu: Gpu, bar: float, engine: bool) -> Iterator[Row]:
     checks: list[tuple[str, Callable[[], Iterator[Row]]]] = [
         ("equality", lambda: check_equality(gpu)),
         ("order", lambda: check_order(gpu)),
+        ("waking", lambda: check_waking(gpu)),
         ("speed", lambda: check_speed(gpu, bar)),
     ]
     if engine:

@@ -13,7 +13,20 @@ import pytest
 import torch
 
 import check_gpu
-from check_gpu import CONTROLS, KINDS, Gpu, Load, Row, check_speed, report, rows_of, wrong_bytes, wrong_values
+from check_gpu import (
+    CONTROLS,
+    KINDS,
+    Gpu,
+    Load,
+    Row,
+    check_speed,
+    check_waking,
+    report,
+    rows_of,
+    wrong_after_waking,
+    wrong_bytes,
+    wrong_values,
+)
 from fake_cuda import MOVERS, FakeCuda
 from tierkv_connector import cuda as cuda_module
 from tierkv_connector.cuda import CudaDevice
@@ -83,6 +96,16 @@ def test_order_is_right_and_is_not_without_any_of_the_waits(gpu: FakeGpu, mover:
         assert wrong_values(gpu, mover, rounds=20, spoil=spoil) > 0
 
 
+@pytest.mark.parametrize(("kind", "mover"), CASES)
+def test_caches_that_came_in_the_place_of_others_are_loaded_to(gpu: FakeGpu, kind: str, mover: str) -> None:
+    assert wrong_after_waking(gpu, KINDS[kind], mover) == 0
+    assert wrong_after_waking(gpu, KINDS[kind], mover, rebinds=False) > 0
+
+
+def test_every_row_of_waking_is_judged(gpu: FakeGpu) -> None:
+    assert [row.ok for row in check_waking(gpu)] == [True] * 2 * len(MOVERS)
+
+
 def test_speed_is_judged_of_large_blocks_and_of_what_the_connector_takes(gpu: FakeGpu) -> None:
     """On this machine a batch of copies takes a millisecond, whatever its size, and so does a single copy."""
     rows = list(check_speed(gpu, 0.8))
@@ -108,5 +131,6 @@ def test_the_table_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_check_that_raises_is_one_that_failed(gpu: FakeGpu) -> None:
     gpu.cuda.fails_at = 0
     rows = list(rows_of(gpu, 0.8, engine=False))
-    assert [(row.check, row.ok) for row in rows] == [("equality", False), ("order", False), ("speed", False)]
+    names = ["equality", "order", "waking", "speed"]
+    assert [(row.check, row.ok) for row in rows] == [(name, False) for name in names]
     assert all("RuntimeError: a copy could not be started" in row.value for row in rows)
