@@ -244,7 +244,7 @@ class TierWriter:
             return
         results = self._store(batch)  # the tier counts what came of it
         failed = [job for job, status in zip(batch, results, strict=True) if status is Status.ERROR]
-        if len(failed) < len(batch):
+        if not failed:  # a part is not enough: of a Cluster one node may be out, or full, for hours
             self._gives_up_at = None
         again = failed if failed and self.tier.retry_in_s() and self._is_patient() else []
         with self._changed:

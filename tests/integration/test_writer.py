@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,8 +17,11 @@ from servers import RedisServer, server_binaries, start_redis
 from serving import make_config, serving
 from tierkv import health
 from tierkv.client import AdminClient
+from tierkv.tiers.base import Offer, Ref, Status
 from tierkv_server import moves
 from tierkv_server.server import Server
+from tierkv_server.staging import Staging
+from tierkv_server.writer import Job, Loads, Staged, TierWriter
 
 CHUNK = 32
 NUM_CHUNKS = 4
@@ -181,3 +187,57 @@ def test_a_server_that_leaves_does_not_wait_for_it(
             redis.sigcont()
             server.leave()
             thread.join(20)
+
+
+class HalfTier:
+    """Fails the stores of some keys for ever, as a Cluster with a full node does."""
+
+    name = "shared"
+
+    def __init__(self, bad: set[bytes]) -> None:
+        self.bad = bad
+        self.stored: list[bytes] = []
+        self.num_tries = 0
+        self._retry_in_s = 0.0
+
+    def match(self, ns_id: bytes, refs: Sequence[Ref]) -> list[bool]:
+        return [False] * len(refs)
+
+    def store(self, ns_id: bytes, records: Sequence[Any], *, offer: Offer) -> list[Status]:
+        self.num_tries += 1
+        keys = [record.header.key for record in records]
+        self.stored += [key for key in keys if key not in self.bad]
+        self._retry_in_s = 0.01 if self.bad & set(keys) else 0.0
+        return [Status.ERROR if key in self.bad else Status.OK for key in keys]
+
+    def retry_in_s(self) -> float:
+        return self._retry_in_s
+
+
+def test_what_a_part_of_a_tier_never_takes_holds_up_the_rest_for_a_while_only() -> None:
+    keys = [bytes([i]) * 32 for i in range(40)]
+    tier = HalfTier(set(keys[::4]))
+    staging, loads, ns_id = Staging(1 << 20), Loads(), bytes(16)
+    writer = TierWriter(
+        tier,  # type: ignore[arg-type]
+        budget=1 << 20,
+        batch_nbytes=8 * 64,
+        keep=lambda job: True,
+        loads=loads,
+        stored=lambda tier, jobs, results: None,
+        writing=lambda ns_id, refs: contextlib.nullcontext(True),
+        patience_s=0.3,
+    )
+    try:
+        for key in keys:
+            buffer = staging.take(64)
+            assert buffer is not None
+            record: Any = SimpleNamespace(header=SimpleNamespace(key=key))
+            assert writer.put(Job(ns_id, Ref(key, key), 64, 0, Staged(record, buffer)))
+            buffer.release()
+        assert writer.drain(20), "the queue stands still"
+        assert sorted(tier.stored) == sorted(set(keys) - tier.bad), "each of the others once"
+        assert tier.num_tries > 5, "those that failed were tried again"
+        assert (staging.in_use, writer.queued_nbytes) == (0, 0)
+    finally:
+        writer.close()
