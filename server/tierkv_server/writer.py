@@ -1,7 +1,7 @@
 """A tier's writer: one thread, a queue bounded in bytes. A tier that is behind drops stores and counts them.
 
-A tier that is out for a moment (a stall, a failover) loses nothing that is queued: that waits, for ``patience_s`` at
-most. Then stores fail as they come, until one works again.
+A tier that is out for a moment (a stall, a failover), or may not be written to yet (the node has just started), loses
+nothing that is queued: that waits, for ``patience_s`` at most. Then stores fail as they come, until one works again.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class TierWriter:
         self._batch_nbytes = batch_nbytes
         self._patience_s = patience_s
         self._gives_up_at: float | None = None  # monotonic; None: the tier works
+        self._refused = False  # the last write might not be made
         self._jobs: deque[Job] = deque()
         self._queued: set[tuple[bytes, bytes]] = set()
         self._changed = threading.Condition()
@@ -218,8 +219,9 @@ class TierWriter:
                 self._write_batch()
 
     def _waits_for_tier(self) -> bool:
-        """Wait a moment where the tier is out and was not long ago; returns whether it did."""
-        wait_s = min(self.tier.retry_in_s(), _LOOK_S)
+        """Wait a moment where the tier takes no writes and did not long ago; returns whether it did."""
+        refused, self._refused = self._refused, False
+        wait_s = _LOOK_S if refused else min(self.tier.retry_in_s(), _LOOK_S)
         if not wait_s or not self._is_patient():
             return False
         with self._changed:
@@ -227,7 +229,7 @@ class TierWriter:
         return True
 
     def _is_patient(self) -> bool:
-        """Return whether what is queued is to wait for the tier, which is out."""
+        """Return whether what is queued is to wait for the tier, which takes no writes."""
         now = time.monotonic()
         if self._gives_up_at is None:
             self._gives_up_at = now + self._patience_s
@@ -246,7 +248,8 @@ class TierWriter:
         failed = [job for job, status in zip(batch, results, strict=True) if status is Status.ERROR]
         if not failed:  # a part is not enough: of a Cluster one node may be out, or full, for hours
             self._gives_up_at = None
-        again = failed if failed and self.tier.retry_in_s() and self._is_patient() else []
+        may_wait = bool(failed) and (self._refused or self.tier.retry_in_s() > 0) and self._is_patient()
+        again = failed if may_wait else []
         with self._changed:
             again = [] if self._closed else again
             self._jobs.extendleft(reversed(again))
@@ -286,6 +289,7 @@ class TierWriter:
             if staged:
                 with self._may_write(ns_id, [jobs[i].ref for i, _ in staged]) as may_write:
                     if not may_write:
+                        self._refused = True
                         raise UnavailableError(f"nothing may be written to the {self.tier.name} tier now")
                     for offer in dict.fromkeys(jobs[i].offer for i, _ in staged):
                         part = [(i, ready.record) for i, ready in staged if jobs[i].offer is offer]

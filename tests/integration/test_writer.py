@@ -18,7 +18,7 @@ from serving import make_config, serving
 from tierkv import health
 from tierkv.client import AdminClient
 from tierkv.tiers.base import Offer, Ref, Status
-from tierkv_server import moves
+from tierkv_server import moves, writer
 from tierkv_server.server import Server
 from tierkv_server.staging import Staging
 from tierkv_server.writer import Job, Loads, Staged, TierWriter
@@ -214,30 +214,56 @@ class HalfTier:
         return self._retry_in_s
 
 
-def test_what_a_part_of_a_tier_never_takes_holds_up_the_rest_for_a_while_only() -> None:
-    keys = [bytes([i]) * 32 for i in range(40)]
-    tier = HalfTier(set(keys[::4]))
-    staging, loads, ns_id = Staging(1 << 20), Loads(), bytes(16)
-    writer = TierWriter(
+KEYS = [bytes([i]) * 32 for i in range(40)]
+
+
+def write_all(tier: HalfTier, patience_s: float, may_write: Callable[[], bool] = lambda: True) -> None:
+    """Queue a record of each of ``KEYS``, and wait until the queue is empty."""
+    staging = Staging(1 << 20)
+    queue = TierWriter(
         tier,  # type: ignore[arg-type]
         budget=1 << 20,
         batch_nbytes=8 * 64,
         keep=lambda job: True,
-        loads=loads,
+        loads=Loads(),
         stored=lambda tier, jobs, results: None,
-        writing=lambda ns_id, refs: contextlib.nullcontext(True),
-        patience_s=0.3,
+        writing=lambda ns_id, refs: contextlib.nullcontext(may_write()),
+        patience_s=patience_s,
     )
     try:
-        for key in keys:
+        for key in KEYS:
             buffer = staging.take(64)
             assert buffer is not None
             record: Any = SimpleNamespace(header=SimpleNamespace(key=key))
-            assert writer.put(Job(ns_id, Ref(key, key), 64, 0, Staged(record, buffer)))
+            assert queue.put(Job(bytes(16), Ref(key, key), 64, 0, Staged(record, buffer)))
             buffer.release()
-        assert writer.drain(20), "the queue stands still"
-        assert sorted(tier.stored) == sorted(set(keys) - tier.bad), "each of the others once"
-        assert tier.num_tries > 5, "those that failed were tried again"
-        assert (staging.in_use, writer.queued_nbytes) == (0, 0)
+        assert queue.drain(20), "the queue stands still"
+        assert (staging.in_use, queue.queued_nbytes) == (0, 0)
     finally:
-        writer.close()
+        queue.close()
+
+
+def test_what_a_part_of_a_tier_never_takes_holds_up_the_rest_for_a_while_only() -> None:
+    tier = HalfTier(set(KEYS[::4]))
+    write_all(tier, patience_s=0.3)
+    assert sorted(tier.stored) == sorted(set(KEYS) - tier.bad), "each of the others once"
+    assert tier.num_tries > 5, "those that failed were tried again"
+
+
+def test_what_may_not_be_written_yet_is_written_when_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_LOOK_S", 0.01)
+    tier, answers = HalfTier(set()), [False] * 5
+    write_all(tier, patience_s=60.0, may_write=lambda: answers.pop() if answers else True)
+    assert (sorted(tier.stored), answers) == (KEYS, [])
+
+
+def test_what_may_never_be_written_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_LOOK_S", 0.01)
+    tier, asked = HalfTier(set()), [0]
+
+    def may_write() -> bool:
+        asked[0] += 1
+        return False
+
+    write_all(tier, patience_s=0.2, may_write=may_write)
+    assert not tier.stored and asked[0] > 5
