@@ -67,6 +67,16 @@ def restarted(redis: RedisServer) -> Callable[[], None]:
     return redis.start
 
 
+@contextlib.contextmanager
+def node(directory: Path, redis: RedisServer) -> Iterator[tuple[Server, FakeEngine]]:
+    """A server that soon notices when Redis is away, and its engine; a first prompt is in every tier."""
+    config = make_config(directory, shared_url=redis.url, redis_timeout_s=0.5)
+    with serving(config) as server, FakeEngine(config.socket, num_slots=128) as engine:
+        engine.put(prompt_of(0))
+        assert server.service.drain(20)
+        yield server, engine
+
+
 def num_stored(server: Server) -> int:
     assert server.service.shared is not None
     return server.service.shared.stat().num_stored
@@ -85,10 +95,7 @@ def test_a_shared_tier_that_is_out_for_a_moment_loses_nothing_that_is_queued(
     short_dir: Path, redis: RedisServer, away: Away, patience: Callable[[float], None]
 ) -> None:
     patience(60.0)
-    config = make_config(short_dir, shared_url=redis.url, redis_timeout_s=0.5)
-    with serving(config) as server, FakeEngine(config.socket, num_slots=128) as engine:
-        engine.put(prompt_of(0))
-        assert server.service.drain(20)
+    with node(short_dir, redis) as (server, engine):
         back = away(redis)
         try:
             for number in range(1, 11):
@@ -110,10 +117,7 @@ def test_what_is_queued_for_one_that_stays_away_is_given_up(
     short_dir: Path, redis: RedisServer, patience: Callable[[float], None]
 ) -> None:
     patience(0.3)
-    config = make_config(short_dir, shared_url=redis.url, redis_timeout_s=0.5)
-    with serving(config) as server, FakeEngine(config.socket, num_slots=128) as engine:
-        engine.put(prompt_of(0))
-        assert server.service.drain(20)
+    with node(short_dir, redis) as (server, engine):
         redis.sigstop()
         try:
             for number in range(1, 4):
@@ -129,7 +133,7 @@ def test_what_is_queued_for_one_that_stays_away_is_given_up(
         def stored() -> bool:
             engine.forget()
             engine.put(prompt_of(5))
-            with AdminClient(config.socket) as admin:
+            with AdminClient(server.config.socket) as admin:
                 admin.ask("TKV.EVICT", {"ns": engine.ns, "everything": True, "tiers": ["disk"]})
             assert server.service.drain(20)
             return engine.match(prompt_of(5)) == b"s" * NUM_CHUNKS
@@ -141,17 +145,14 @@ def test_what_is_evicted_while_it_waits_is_not_stored(
     short_dir: Path, redis: RedisServer, patience: Callable[[float], None]
 ) -> None:
     patience(60.0)
-    config = make_config(short_dir, shared_url=redis.url, redis_timeout_s=0.5)
-    with serving(config) as server, FakeEngine(config.socket, num_slots=128) as engine:
-        engine.put(prompt_of(0))
-        assert server.service.drain(20)
+    with node(short_dir, redis) as (server, engine):
         redis.sigstop()
         try:
             engine.put(prompt_of(1))
             engine.put(prompt_of(2))
             wait_until(lambda: is_out(server))
             keys = [key.hex() for key in engine.keys(prompt_of(1))]
-            with AdminClient(config.socket) as admin:
+            with AdminClient(server.config.socket) as admin:
                 admin.ask("TKV.EVICT", {"keys": {engine.ns: keys}})
         finally:
             redis.sigcont()
