@@ -24,8 +24,9 @@ MAX_YIELD_S = 0.25
 _QUIET_S = 0.01
 #: How often a store that waits for others looks whether they hang, and a queue that waits for its tier whether to end.
 _LOOK_S = 0.5
-#: A shared tier may be out this long before what is queued for it fails: three tries, with its back-off.
-PATIENCE_S = 5.0
+#: What is queued for a shared tier that is out fails after this time. With the back-off of :mod:`tierkv.health` and 1 s
+#: for a try, one begins between 5 s and this, whatever the jitter: being away for less than 5 s loses nothing.
+PATIENCE_S = 10.0
 
 
 class Loads:

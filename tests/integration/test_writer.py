@@ -215,6 +215,25 @@ class HalfTier:
         return self._retry_in_s
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, 1.0])
+@pytest.mark.parametrize("jitter", [0.0, 0.5, 1.0])
+def test_a_try_begins_after_five_seconds_and_before_the_queue_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, jitter: float, timeout_s: float
+) -> None:
+    """Of a Redis that is frozen (a try takes its time-out) or dead, with the back-off as it is."""
+    monkeypatch.undo()  # of the shorter one
+    now = [timeout_s]  # the first try began at 0, when it went away
+    tier = health.Health("the tier", clock=lambda: now[0], rng=lambda: jitter)
+    tier.failed("away")
+    begins = []
+    while now[0] < writer.PATIENCE_S + timeout_s:
+        now[0] += tier.retry_in_s()
+        begins.append(now[0])
+        now[0] += timeout_s
+        tier.failed("away")
+    assert any(5.0 <= at < writer.PATIENCE_S + timeout_s for at in begins), begins
+
+
 KEYS = [bytes([i]) * 32 for i in range(40)]
 
 
