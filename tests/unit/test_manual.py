@@ -53,7 +53,7 @@ def test_text_is_no_request() -> None:
     assert not [line for line in manual().splitlines() if line.startswith("'") or line != line.rstrip()]
 
 
-@pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not on this machine")
+@pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
 def test_groff_takes_it() -> None:
     command = ["groff", "-man", "-Tutf8", "-ww", "-rLL=90n", "-P-c"]
     done = subprocess.run(command, input=manual(), capture_output=True, text=True, timeout=60, check=True)
@@ -65,7 +65,7 @@ def test_groff_takes_it() -> None:
     assert "nope" in done.stderr, "it would say so"
 
 
-@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not on this machine")
+@pytest.mark.skipif(shutil.which("mandoc") is None, reason="mandoc is not installed")
 def test_mandoc_takes_it() -> None:
     command = ["mandoc", "-T", "lint", "-W", "error"]
     done = subprocess.run(command, input=manual(), capture_output=True, text=True, timeout=60, check=False)
