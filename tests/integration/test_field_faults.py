@@ -898,34 +898,39 @@ def test_30_match_and_fetch_take_few_round_trips_to_redis(short_dir: Path, proxy
     config = make_config(short_dir, shared_url=proxy.url)
     with serving(config) as server, FakeEngine(config.socket, namespace, num_slots=9000) as engine:
         long = prompt_of(0, chunks=8192)
-        short = prompt_of(1, chunks=64)
-        engine.put(short)
+        shorts = [prompt_of(number, chunks=64) for number in (1, 2, 3)]
+        for short in shorts:
+            engine.put(short)
         engine.put(long, wait=False)
 
         def stored() -> bool:
             drain(engine)
-            return stat(engine, "disk")["num_stored"] == 8256
+            return stat(engine, "disk")["num_stored"] == 8384
 
         wait_until(stored, timeout_s=120.0)
         drain(engine)
-        missing = 8256 - stat(engine, "shared")["num_stored"]
+        missing = 8384 - stat(engine, "shared")["num_stored"]
         assert missing == 0, "the queue had room for all"
         with AdminClient(config.socket) as admin:
             admin.ask("TKV.EVICT", {"ns": engine.ns, "everything": True, "tiers": ["disk"]})
         engine.forget()
         engine.index.apply_drops()
 
-        def trips(work: Callable[[], object]) -> int:
-            before = proxy.num_round_trips
-            work()
-            return proxy.num_round_trips - before
+        def trips(work: Callable[[list[int]], object], *prompts: list[int]) -> int:
+            """The fewest of the prompts: what the server asks by itself meanwhile is counted, too."""
+            counts = []
+            for prompt in prompts:
+                before = proxy.num_round_trips
+                work(prompt)
+                counts.append(proxy.num_round_trips - before)
+            return min(counts)
 
-        assert engine.match(short) == b"s" * 64  # the connection is there now
-        assert trips(lambda: engine.match(short)) <= 3
-        assert trips(lambda: engine.match(prompt_of(2, chunks=64))) <= 3, "a miss"
-        assert trips(lambda: engine.match(long)) <= 16, "8,192 keys"
+        assert engine.match(shorts[0]) == b"s" * 64  # the connection is there now
+        assert trips(engine.match, *shorts) <= 3
+        assert trips(engine.match, *(prompt_of(number, chunks=64) for number in (4, 5, 6))) <= 3, "a miss"
+        assert trips(engine.match, long) <= 16, "8,192 keys"
         assert engine.match(long) == b"s" * 8192
-        assert trips(lambda: fetch_letters(engine, short)) <= 3
+        assert trips(lambda prompt: fetch_letters(engine, prompt), *shorts) <= 3
         assert server.service.shared is not None
 
 
