@@ -24,7 +24,7 @@ from tierkv_server.server import Server
 
 
 def patient(config: ServerConfig, timeout_s: float = 10.0) -> ServerConfig:
-    """Let Redis take this long: a busy machine is late now and then, and what is stored meanwhile would be lost."""
+    """Let Redis take this long: on a busy machine it is late now and then, which is not what most tests are about."""
     if config.shared is None:
         return config
     shared = msgspec.structs.replace(config.shared, timeout_s=timeout_s, connect_timeout_s=timeout_s)

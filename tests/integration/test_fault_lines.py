@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lmdb
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,7 +27,7 @@ from fake_engine import FakeEngine, wait_until
 from fake_redis import FakeRedis
 from leaks import stop_process
 from servers import RedisServer, server_binaries, start_redis
-from serving import make_config, serving
+from serving import make_config, patient, serving
 from store_process import store_server
 from tierkv import client, health
 from tierkv.resp import Error, Parser, Value, encode, encode_command
@@ -246,9 +245,7 @@ FAULTS = (
 def stage(short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     redis = start_redis(tmp_path, "--maxmemory-policy", "noeviction")
     with RelayedRedis(redis.port) as relay:
-        config = admin_config(short_dir, relay.url)
-        shared = msgspec.structs.replace(config.shared, timeout_s=0.3, connect_timeout_s=0.3)
-        config = msgspec.structs.replace(config, shared=shared)
+        config = patient(admin_config(short_dir, relay.url), 0.3)
         with serving(config) as server, FakeEngine(config.socket, num_slots=512) as engine:
             engine.put(A)
             assert server.service.drain(20)
